@@ -1,0 +1,34 @@
+"""What can go wrong, by whose fault.
+
+A :class:`BulletError` is the user's to repair: its message is one line that names the file or the value and
+what is allowed, and the command line prints it without a traceback and exits with status 2. A broken
+invariant of ours is an ``AssertionError`` with the values in it.
+"""
+
+
+class BulletError(Exception):
+    """Base of every error that a user can cause and repair."""
+
+
+class ConfigError(BulletError):
+    """An unknown key, name or option, or a value outside what is allowed."""
+
+
+class TraceError(BulletError):
+    """A trace file that cannot be read as the requests it should hold."""
+
+
+class ProfileError(BulletError):
+    """A measured table or fitted profile that is missing, inconsistent or asked outside its range."""
+
+
+class PartitionError(BulletError):
+    """A split of the SMs that the device or the mechanism cannot grant."""
+
+
+class ResultsError(BulletError):
+    """A results folder that exists already, cannot be written, or cannot be read."""
+
+
+class NoProgressError(BulletError):
+    """A run in which nothing can happen any more although requests are unfinished; carries the state."""
