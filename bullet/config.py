@@ -280,19 +280,32 @@ TABLE_4_SLOS: Mapping[str, tuple[float, float]] = types.MappingProxyType({
 class SloConfig:
     """Service-level objectives. ``None`` takes Table 4's value for the trace (ShareGPT's for traces not in it).
 
-    ``ttft_slo_policy``: the reading that the policy is given, ``mean_length`` or ``per_request``.
+    ``ttft_slo_policy``: the reading that the policy is given: ``mean_length`` (the rate x the workload's mean prompt
+    ``mean_prompt_tokens``, which :func:`resolve_slo` fills in before the run) or ``per_request`` (x its own prompt).
     """
 
     ttft_s_per_token: float | None = None
     tpot_s: float | None = None
     ttft_slo_policy: str = "mean_length"
+    mean_prompt_tokens: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s_per_token", "tpot_s"):
+        for name in ("ttft_s_per_token", "tpot_s", "mean_prompt_tokens"):
             value = getattr(self, name)
-            _require(value is None or (math.isfinite(value) and value > 0), f"slo.{name}", value, "positive seconds")
+            _require(value is None or (math.isfinite(value) and value > 0), f"slo.{name}", value, "positive")
         _require(self.ttft_slo_policy in ("mean_length", "per_request"), "slo.ttft_slo_policy", self.ttft_slo_policy,
                  "mean_length or per_request")
+
+
+def resolve_slo(slo: SloConfig, trace: str, mean_prompt_tokens: float) -> SloConfig:
+    """Every ``None`` replaced by what it stands for, so that the stored configuration is whole."""
+    ttft_s_per_token, tpot_s = TABLE_4_SLOS.get(trace, TABLE_4_SLOS["sharegpt"])
+    return dataclasses.replace(
+        slo,
+        ttft_s_per_token=slo.ttft_s_per_token if slo.ttft_s_per_token is not None else ttft_s_per_token,
+        tpot_s=slo.tpot_s if slo.tpot_s is not None else tpot_s,
+        mean_prompt_tokens=slo.mean_prompt_tokens if slo.mean_prompt_tokens is not None else mean_prompt_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)

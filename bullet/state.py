@@ -627,8 +627,9 @@ class SystemState:
         assert decode.cached_tokens == sum(decode.cached(r) for r in decode.requests.values())
         growth = sum(decode.needs_block(r) for r in decode.requests.values())
         assert growth == decode.growth_blocks, f"{growth} requests need a block, counted {decode.growth_blocks}"
-        phases: list[tuple[Iterable[Request], Phase]] = [(self.queue, Phase.WAITING), (self.ready, Phase.READY), (self.chunked, Phase.PREFILL),
-                                                         (decode.requests.values(), Phase.DECODE)]
+        phases: list[tuple[Iterable[Request], Phase]] = [
+            (self.queue, Phase.WAITING), (self.ready, Phase.READY), (self.chunked, Phase.PREFILL),
+            (decode.requests.values(), Phase.DECODE)]
         for group, phase in phases:
             for request in group:
                 assert request.phase is phase, f"{request} among {phase.name}"

@@ -1,0 +1,591 @@
+"""The simulated driver: one policy, one modelled device, simpy time.
+
+At a boundary (a step ends, a request arrives while a lane is idle, a wait is over): finish what ended, let arrivals
+in, ask the policy for each idle lane that has work, launch, settle the device, sleep until the next boundary. One
+simpy event is pending at any time. The real runtime has a loop of the same shape; the two are kept apart on purpose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+import simpy
+
+from bullet.config import KV_BLOCK_TOKENS, RunConfig, get_gpu, get_model, resolve_slo
+from bullet.device import DeviceModel, StepWork, kv_capacity_tokens, load_device
+from bullet.errors import ConfigError, NoProgressError
+from bullet.perf import make_estimator
+from bullet.policies import make_policy, needs_estimator
+from bullet.policies.base import Policy, PolicyContext
+from bullet.results import RequestTable, RunOutcome, StepTable
+from bullet.sim.gpu import Flight, SimulatedGpu
+from bullet.state import (
+    DECODE,
+    HYBRID,
+    PREFILL,
+    Decision,
+    DecodeStep,
+    HybridStep,
+    KvCache,
+    Partition,
+    Phase,
+    PrefillBatch,
+    PrefillStep,
+    Published,
+    Request,
+    SplitTable,
+    SystemState,
+    Wait,
+)
+from bullet.workload import Workload, load_workload
+
+INFINITY = float("inf")
+STALL_DECISIONS = 20_000
+"""Decisions at one instant, or preemptions without one new token, after which a run counts as stuck."""
+
+
+class RowSink(Protocol):
+    """Takes rows as they come, in the column order of bullet.results."""
+
+    def step(self, row: tuple[Any, ...]) -> None:
+        """A step ended."""
+
+    def request(self, row: tuple[Any, ...]) -> None:
+        """A request finished, was rejected, or was left unfinished at the end."""
+
+
+class ListSink:
+    """Rows in memory, for runs without a folder."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+        self.requests: list[tuple[Any, ...]] = []
+        self.step = self.steps.append
+        self.request = self.requests.append
+
+
+Recorder = Callable[[str, tuple[Any, ...]], None]
+"""Called with ("next_step", (lane, state, now_s, decision)) and ("observe", (step, elapsed_s)), in order."""
+
+
+class _Board:
+    """Target and published estimates as one lane sees them: its own at once, the other's after a delay."""
+
+    __slots__ = ("decode_published", "pending", "prefill_published", "target", "written_s")
+
+    def __init__(self, target: Partition) -> None:
+        self.target = target
+        self.written_s = -INFINITY
+        self.prefill_published = Published()
+        self.decode_published = Published()
+        self.pending: deque[tuple[float, float, str, Published | None, Partition | None]] = deque()
+
+    def write(self, written_s: float, lane: str, published: Published | None, target: Partition | None) -> None:
+        """Last writer wins, by the time of writing."""
+        if target is not None and written_s >= self.written_s:
+            self.target, self.written_s = target, written_s
+        if published is not None:
+            if lane == PREFILL:
+                self.prefill_published = published
+            else:
+                self.decode_published = published
+
+
+class Simulation:
+    """One run. ``run`` executes it to the end; rows go to ``sink`` as they come."""
+
+    def __init__(self, config: RunConfig, workload: Workload, device: DeviceModel, policy: Policy, splits: SplitTable,
+                 kv_blocks: int, sink: RowSink, *, progress: Callable[[int], None] | None = None,
+                 record: Recorder | None = None) -> None:
+        assert config.slo.ttft_s_per_token is not None
+        assert config.slo.mean_prompt_tokens is not None
+        self.config = config
+        self.policy = policy
+        self.device = device
+        self.sink = sink
+        self.progress = progress
+        self.record = record
+        self.context_tokens = get_model(config.device.model).context_tokens
+        self.gpu = SimulatedGpu(device)
+        num_sms = splits.num_sms
+        self.state = SystemState(splits, KvCache(kv_blocks), device.model.num_layers, Partition(num_sms, num_sms))
+        self.lanes = tuple(policy.lanes)
+        if self.lanes not in ((PREFILL, DECODE), (HYBRID,)):
+            raise ConfigError(f"policy {config.policy.name!r}: lanes = {self.lanes}: must be ('prefill', 'decode') or "
+                              "('hybrid',)")
+        # Plain lists: indexing them is several times faster than indexing arrays.
+        self.arrivals: list[float] = workload.arrival_s.tolist()
+        self.prompts: list[int] = workload.prompt_tokens.tolist()
+        self.outputs: list[int] = workload.output_tokens.tolist()
+        rate = config.slo.ttft_s_per_token
+        self.mean_slo_s = rate * config.slo.mean_prompt_tokens
+        self.slo_per_token_s = rate
+        self.policy_reads_mean = config.slo.ttft_slo_policy == "mean_length"
+
+        self.env = simpy.Environment()
+        self.now_s = 0.0
+        self.next_arrival = 0
+        self.wait_until_s: dict[str, float] = {}
+        self.boards = {lane: _Board(self.state.target) for lane in self.lanes}
+        self.delay_s = config.device.publish_delay_s
+        self.launched = dict.fromkeys(self.lanes, 0)
+        self.last_sms = dict.fromkeys(self.lanes, 0)
+        self.split_changes = 0
+        self.steps_ended = 0
+        self.closed = 0  # finished or rejected
+        self.decisions = 0
+        self.decision_wall_s = 0.0
+        self.work_cache: tuple[PrefillBatch | None, dict[int, StepWork]] = (None, {})
+        # Requests by the decode iteration that gives them their last token: O(1) a step, whatever the batch.
+        self.finish_at: dict[int, list[Request]] = {}
+        self.emitted_s: dict[int, float] = {}
+        self.merged: list[Request] = []
+        self.last_iteration_s = 0.0
+        self.itl_s = array("d")
+        self.itl_counts = array("q")
+        self.queue_integral_s = 0.0
+        self.queue_since_s = 0.0
+        self.wait_sum_s = 0.0
+        self.admissions: dict[int, float] = {}
+        self.stalled = 0
+        self.stalled_at = (-1.0, -1)
+        self.tokens_emitted = 0
+        self.preemptions_since_token = 0
+        self.row_state: dict[str, tuple[Any, ...]] = {}
+        self.noise_std = config.device.noise_std
+        self._noise: dict[str, tuple[np.random.Generator, list[float]]] = {}
+        if self.noise_std:
+            for lane in self.lanes:
+                seed = np.random.SeedSequence([config.seed, 0, crc32(f"noise:{lane}".encode())])
+                self._noise[lane] = (np.random.default_rng(seed), [])
+
+    # ---- the loop --------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run until every request is finished or rejected; :class:`NoProgressError` if nothing can happen."""
+        self._schedule(self.arrivals[0] if self.arrivals else INFINITY)
+        self.env.run()
+
+    def _schedule(self, at_s: float) -> None:
+        if at_s == INFINITY:
+            return
+        assert at_s >= self.now_s, f"I6: time would go back from {self.now_s} to {at_s}"
+        # simpy's clock only orders events; `next_s` is exact, where now + (next - now) may be an ulp off.
+        self.next_s = at_s
+        event = self.env.timeout(max(0.0, at_s - self.env.now))
+        event.callbacks.append(self._boundary)
+
+    def _boundary(self, _event: simpy.Event) -> None:
+        now = self.now_s = self.next_s
+        gpu, flights = self.gpu, self.gpu.flights
+        gpu.account(now)
+        for lane in self.lanes:
+            flight = flights.get(lane)
+            if flight is not None:
+                assert flight.end_s is not None
+                if flight.end_s <= now:
+                    self._finish(gpu.finish(lane), lane, now)
+        if self.next_arrival < len(self.arrivals) and self.arrivals[self.next_arrival] <= now:
+            self._arrivals(now)
+        for lane in self.lanes:
+            if lane not in flights and self._has_work(lane):
+                self._decide(lane, now)
+        gpu.settle(now)
+        if self.config.debug:
+            self.state.check()
+        self._schedule(self._next_boundary())
+
+    def _next_boundary(self) -> float:
+        at = self.gpu.next_end_s()
+        if len(self.gpu.flights) < len(self.lanes):
+            if self.next_arrival < len(self.arrivals):
+                at = min(at, self.arrivals[self.next_arrival])
+            for until in self.wait_until_s.values():
+                at = min(at, until)
+        if at == INFINITY and self.closed < len(self.arrivals):
+            raise NoProgressError(self._stuck("no step runs, no request is to arrive, and the policy waits for nothing"))
+        return at
+
+    def _has_work(self, lane: str) -> bool:
+        state = self.state
+        if lane == PREFILL:
+            return state.prefill is not None or bool(state.queue.requests)
+        if lane == DECODE:
+            return bool(state.decode.requests) or bool(state.ready)
+        return bool(state.queue.requests) or bool(state.chunked) or bool(state.decode.requests)
+
+    # ---- arrivals --------------------------------------------------------------------------------
+
+    def _arrivals(self, now: float) -> None:
+        """Let in all that arrived since the last boundary; refuse by name what can never be served."""
+        kv, i = self.state.kv, self.next_arrival
+        while i < len(self.arrivals) and self.arrivals[i] <= now:
+            prompt, output, arrival = self.prompts[i], self.outputs[i], self.arrivals[i]
+            slo = self.mean_slo_s if self.policy_reads_mean else self.slo_per_token_s * prompt
+            request = Request(i, arrival, prompt, slo)
+            if prompt + output > self.context_tokens:
+                self._reject(request, "over_context")
+            elif kv.blocks_for(prompt + output - 1) > kv.total_blocks:
+                self._reject(request, "over_kv_capacity")
+            else:
+                self._integrate_queue(arrival)
+                self.state.arrive(request)
+            i += 1
+        self.next_arrival = i
+
+    def _reject(self, request: Request, reason: str) -> None:
+        request.phase = Phase.REJECTED
+        self._close(request, "rejected", reason, None, 0)
+
+    def _integrate_queue(self, now: float) -> None:
+        self.queue_integral_s += len(self.state.queue.requests) * (now - self.queue_since_s)
+        self.queue_since_s = now
+
+    # ---- deciding --------------------------------------------------------------------------------
+
+    def _decide(self, lane: str, now: float) -> None:
+        state = self.state
+        if len(self.lanes) == 2:
+            board = self.boards[lane]
+            pending = board.pending
+            while pending and pending[0][0] <= now:
+                _, written_s, writer, published, target = pending.popleft()
+                board.write(written_s, writer, published, target)
+            state.target = board.target
+            state.prefill_published = board.prefill_published
+            state.decode_published = board.decode_published
+        started = time.perf_counter()
+        decision: Decision = self.policy.next_step(lane, state, now)
+        self.decision_wall_s += time.perf_counter() - started
+        self.decisions += 1
+        if self.record is not None:
+            self.record("next_step", (lane, state, now, decision))
+        self._guard(now)
+        self.wait_until_s.pop(lane, None)
+        if len(self.lanes) == 2:
+            self._publish(lane, decision, now)
+        if isinstance(decision, Wait):
+            if decision.until_s is not None:
+                if decision.until_s <= now:
+                    raise NoProgressError(self._stuck(f"{lane} asked to wait until {decision.until_s}, already past"))
+                self.wait_until_s[lane] = decision.until_s
+            return
+        self._launch(lane, decision, now)
+
+    def _publish(self, lane: str, decision: Decision, now: float) -> None:
+        published, target = decision.published, decision.target
+        if published is None and target is None:
+            return
+        board = self.boards[lane]
+        if target is not None and target != board.target:
+            self.split_changes += 1
+        board.write(now, lane, published, target)
+        other = DECODE if lane == PREFILL else PREFILL
+        self.boards[other].pending.append((now + self.delay_s, now, lane, published, target))
+
+    def _launch(self, lane: str, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
+        state = self.state
+        if not 0 < step.sms <= self.gpu.num_sms:
+            raise NoProgressError(f"policy {self.config.policy.name!r} asked for {step.sms} SMs: the device has 1 to "
+                                  f"{self.gpu.num_sms}")
+        if step.preempt:
+            self._integrate_queue(now)
+            for victim in step.preempt:
+                self._forget(victim)
+        queue_length = len(state.queue.requests)
+        if isinstance(step, PrefillStep):
+            work, counts = self._begin_prefill(step, now)
+        elif isinstance(step, DecodeStep):
+            self.merged = state.begin_decode(step, now)
+            for request in self.merged:
+                self._expect_end(request)
+            context = state.decode.context_tokens
+            work = self.device.decode_work(len(state.decode), context)
+            counts = (0, len(state.decode), context, 0, state.num_layers)
+        else:
+            work, counts = self._begin_hybrid(step, now)
+        extra_s = 0.0
+        if step.sms != self.last_sms[lane]:
+            if self.last_sms[lane]:
+                extra_s = self.config.device.reconfigure_s
+            self.last_sms[lane] = step.sms
+        self.launched[lane] += 1
+        self.gpu.launch(lane, step, work, now, extra_s, self._noise_factor(lane) if self.noise_std else 1.0)
+        self.row_state[lane] = (*counts, queue_length, state.kv.used_blocks, *(step.target or state.target))
+
+    def _begin_prefill(self, step: PrefillStep, now: float) -> tuple[StepWork, tuple[int, ...]]:
+        state = self.state
+        if step.admit:
+            self._integrate_queue(now)
+            state.begin_prefill(step, now)
+            self._admitted(state.prefill.requests, now)  # type: ignore[union-attr]
+        else:
+            state.begin_prefill(step, now)
+        batch = state.prefill
+        assert batch is not None
+        if self.work_cache[0] is not batch:
+            self.work_cache = (batch, {})
+        works = self.work_cache[1]
+        last = step.layers == batch.layers_left
+        key = -step.layers if last else step.layers
+        if key not in works:
+            works[key] = self.device.prefill_work([(t, 0) for t in batch.tokens], step.layers,
+                                                  logits_seqs=len(batch.tokens) if last else 0)
+        return works[key], (sum(batch.tokens), 0, 0, batch.layers_done, step.layers)
+
+    def _begin_hybrid(self, step: HybridStep, now: float) -> tuple[StepWork, tuple[int, ...]]:
+        state = self.state
+        if step.chunks:
+            before = len(state.chunked)
+            self._integrate_queue(now)
+            state.begin_hybrid(step, now)
+            self._admitted(state.chunked[before:] if not step.preempt else
+                           [r for r in state.chunked if r.id not in self.admissions], now)
+        else:
+            state.begin_hybrid(step, now)
+        seqs = len(state.decode) if step.decode else 0
+        context = state.decode.context_tokens if step.decode else 0
+        pieces = [(new, past) for _, new, past in step.chunks]
+        logits = seqs
+        if pieces:
+            known = {r.id: r.known_tokens for r in state.chunked}
+            logits += sum(new + past == known[i] for i, new, past in step.chunks)
+        work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
+        return work, (sum(new for new, _ in pieces), seqs, context, 0, state.num_layers)
+
+    def _admitted(self, requests: Any, now: float) -> None:
+        for request in requests:
+            self.wait_sum_s += now - request.queued_s
+            self.admissions[request.id] = now
+
+    def _noise_factor(self, lane: str) -> float:
+        """Log-normal, keyed by lane and step index: drawn in order from the lane's own stream."""
+        rng, drawn = self._noise[lane]
+        if not drawn:
+            drawn.extend(np.exp(self.noise_std * rng.standard_normal(1024))[::-1].tolist())
+        return drawn.pop()
+
+    # ---- finishing -------------------------------------------------------------------------------
+
+    def _finish(self, flight: Flight, lane: str, now: float) -> None:
+        step = flight.step
+        elapsed = now - flight.start_s
+        if lane == DECODE:
+            finished = self.finish_at.pop(self.state.decode.iteration + 1, ())
+            self._emit_iteration(now)
+            self.state.finish_decode(finished)
+            for request in finished:
+                self._close_finished(request, now)
+        elif lane == PREFILL:
+            for request in self.state.finish_prefill(now):
+                self._emit_first(request, now)
+                if request.generated >= self.outputs[request.id]:
+                    self.state.release(request)
+                    self._close_finished(request, now)
+        else:
+            self._finish_hybrid(step, now)
+        if self.record is not None:
+            self.record("observe", (step, elapsed))
+        self.policy.observe(step, elapsed)
+        (prefill_tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d) = self.row_state[lane]
+        self.sink.step((self.steps_ended, lane, lane, flight.start_s, now, flight.sms, prefill_tokens, seqs, context,
+                        first_layer, layers, step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used,
+                        target_p, target_d, step.reason))
+        self.steps_ended += 1
+
+    def _finish_hybrid(self, step: Any, now: float) -> None:
+        state = self.state
+        complete = state.finish_hybrid(now)
+        if step.decode and len(state.decode):
+            finished = self.finish_at.pop(state.decode.iteration + 1, ())
+            self._emit_iteration(now)
+            state.end_hybrid_decode(finished)
+            for request in finished:
+                self._close_finished(request, now)
+        for request in complete:
+            self._emit_first(request, now)
+            if request.generated >= self.outputs[request.id]:
+                state.release(request)
+                self._close_finished(request, now)
+            else:
+                state.join_decode(request)
+                self._expect_end(request)
+                self.merged.append(request)
+
+    def _expect_end(self, request: Request) -> None:
+        """File a request that just joined the decode batch under the iteration that ends it."""
+        end = request.join_iteration + self.outputs[request.id] - request.generated
+        self.finish_at.setdefault(end, []).append(request)
+
+    def _forget(self, victim: int) -> None:
+        """A request is about to be preempted: it ends at another iteration than was filed."""
+        self.preemptions_since_token += 1
+        request = self.state.decode.requests.get(victim)
+        self.admissions.pop(victim, None)
+        if request is None:
+            return
+        end = request.join_iteration + self.outputs[request.id] - request.generated
+        self.finish_at[end].remove(request)
+        if self.state.decode.iteration > request.join_iteration:
+            self.emitted_s[request.id] = self.last_iteration_s
+        elif request in self.merged:
+            self.merged.remove(request)
+
+    def _emit_iteration(self, now: float) -> None:
+        """Gaps between tokens: one value for all that were in the iteration before, one for each newcomer."""
+        merged, seqs = self.merged, len(self.state.decode)
+        staying = seqs - len(merged)
+        if staying:
+            self.itl_s.append(now - self.last_iteration_s)
+            self.itl_counts.append(staying)
+        for request in merged:
+            self.itl_s.append(now - self.emitted_s[request.id])
+            self.itl_counts.append(1)
+        if merged:
+            self.merged = []
+        self.last_iteration_s = now
+        self.tokens_emitted += seqs
+        self.preemptions_since_token = 0
+
+    def _emit_first(self, request: Request, now: float) -> None:
+        before = self.emitted_s.get(request.id)
+        if before is not None:  # recomputed after a preemption: the gap spans it
+            self.itl_s.append(now - before)
+            self.itl_counts.append(1)
+        self.emitted_s[request.id] = now
+        self.tokens_emitted += 1
+        self.preemptions_since_token = 0
+
+    def _close_finished(self, request: Request, now: float) -> None:
+        assert request.generated == self.outputs[request.id], f"I2: {request} of {self.outputs[request.id]}"
+        self.emitted_s.pop(request.id, None)
+        self._close(request, "finished", "", now, request.generated)
+
+    def _close(self, request: Request, status: str, reason: str, finish_s: float | None, generated: int) -> None:
+        self.closed += 1
+        self._request_row(request, status, reason, finish_s, generated)
+        if self.progress is not None:
+            self.progress(1)
+
+    def _request_row(self, request: Request, status: str, reason: str, finish_s: float | None, generated: int) -> None:
+        self.sink.request((request.id, request.arrival_s, request.prompt_tokens, self.outputs[request.id], status, reason,
+                           request.admitted_s, request.first_token_s, finish_s, generated, request.preemptions,
+                           self.slo_per_token_s * request.prompt_tokens, self.mean_slo_s))
+
+    def close_unfinished(self) -> None:
+        """Rows of the requests that an interrupted run leaves behind, those yet to arrive included."""
+        state = self.state
+        left = [*state.queue, *state.ready, *state.chunked, *state.decode.requests.values()]
+        if state.prefill is not None:
+            left.extend(state.prefill.requests)
+        for request in left:
+            inside = request.id in state.decode.requests
+            self._request_row(request, "unfinished", "", None,
+                              state.decode.generated(request) if inside else request.generated)
+        for i in range(self.next_arrival, len(self.arrivals)):
+            self._request_row(Request(i, self.arrivals[i], self.prompts[i], self.mean_slo_s), "unfinished",
+                              "not yet arrived", None, 0)
+
+    # ---- guards ----------------------------------------------------------------------------------
+
+    def _guard(self, now: float) -> None:
+        if self.stalled_at == (now, self.tokens_emitted):
+            self.stalled += 1
+            if self.stalled > STALL_DECISIONS:
+                raise NoProgressError(self._stuck(f"{STALL_DECISIONS} decisions at one instant"))
+        else:
+            self.stalled_at = (now, self.tokens_emitted)
+            self.stalled = 0
+        if self.preemptions_since_token > STALL_DECISIONS:
+            raise NoProgressError(self._stuck(f"{STALL_DECISIONS} preemptions without one new token"))
+
+    def _stuck(self, why: str) -> str:
+        state = self.state
+        head = state.queue[0] if len(state.queue) else None
+        return (f"policy {self.config.policy.name!r} makes no progress at t = {self.now_s:.3f} s: {why}; "
+                f"{self.closed} of {len(self.arrivals)} requests closed, {len(state.queue)} waiting (head: {head}), "
+                f"{len(state.chunked)} in chunks, prefill batch: "
+                f"{None if state.prefill is None else [r.id for r in state.prefill.requests]}, {len(state.ready)} ready, "
+                f"{len(state.decode)} decoding, KV {state.kv.free_blocks} of {state.kv.total_blocks} blocks free")
+
+
+def build_splits(config: RunConfig, num_sms: int) -> SplitTable:
+    """The splits that the configured mechanism grants on this device."""
+    return SplitTable.every(num_sms, config.device.partition_step_sms)
+
+
+def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any = None,
+             progress: Callable[[int], None] | None = None, policy: Policy | None = None,
+             device: DeviceModel | None = None, record: Recorder | None = None) -> RunOutcome:
+    """Run one configuration and return what happened.
+
+    ``writer`` (:class:`bullet.results.RunWriter`) takes rows as they come; without one they stay in memory.
+    ``workload``, ``device`` and ``policy`` override what the configuration names. Raises a
+    :class:`~bullet.errors.BulletError` for the user's mistakes and :class:`~bullet.errors.NoProgressError` when stuck.
+    """
+    if workload is None:
+        workload = load_workload(config.workload, config.seed)
+    if device is None:
+        device = load_device(config.device)
+    slo = resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens)
+    kv_tokens = config.device.kv_tokens
+    if kv_tokens is None:
+        kv_tokens = kv_capacity_tokens(device.model, device.gpu, config.device)
+    config = dataclasses.replace(config, slo=slo, device=dataclasses.replace(config.device, kv_tokens=kv_tokens))
+    kv_blocks = kv_tokens // KV_BLOCK_TOKENS
+    if kv_blocks < 1:
+        raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
+    splits = build_splits(config, device.num_sms)
+    if policy is None:
+        policy = _build_policy(config, device, splits)
+    sink: Any = writer if writer is not None else ListSink()
+    if writer is not None:
+        writer.resolved(config)
+    run = Simulation(config, workload, device, policy, splits, kv_blocks, sink, progress=progress, record=record)
+    try:
+        run.run()
+    except BaseException:
+        # Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished.
+        run.close_unfinished()
+        raise
+    assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
+    return _outcome(run, config, workload, sink, writer)
+
+
+def _build_policy(config: RunConfig, device: DeviceModel, splits: SplitTable) -> Policy:
+    slo_tpot_s = config.slo.tpot_s
+    assert slo_tpot_s is not None
+    model, gpu = get_model(config.device.model), get_gpu(config.device.gpu)
+    estimator = None
+    if needs_estimator(config.policy.name):
+        estimator = make_estimator(config.policy.estimator, device=device, model=model, gpu=gpu, splits=splits,
+                                   seed=config.seed, recalibrate=config.policy.recalibrate,
+                                   error=config.policy.estimator_error)
+    return make_policy(config.policy.name, PolicyContext(model, gpu, splits, slo_tpot_s, estimator,
+                                                         config.policy.options))
+
+
+def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, writer: Any) -> RunOutcome:
+    if writer is not None:
+        steps, requests = writer.tables()
+    else:
+        steps, requests = StepTable.from_rows(sink.steps), RequestTable.from_rows(sink.requests)
+    tpot_slo_s = config.slo.tpot_s
+    assert tpot_slo_s is not None
+    return RunOutcome(
+        config=config, system=config.policy.name, steps=steps, requests=requests,
+        itl_s=np.array(run.itl_s), itl_counts=np.array(run.itl_counts), sm_seconds=run.gpu.sm_seconds,
+        span_s=run.now_s - (run.arrivals[0] if run.arrivals else 0.0), num_sms=run.gpu.num_sms,
+        kv_blocks=run.state.kv.total_blocks, split_changes=run.split_changes, decisions=run.decisions,
+        decision_wall_s=run.decision_wall_s, tpot_slo_s=tpot_slo_s,
+        device={"gpu": config.device.gpu, "model": config.device.model, "source": run.device.coefficients.source,
+                "workload": workload.source, "queue_integral_s": run.queue_integral_s, "wait_sum_s": run.wait_sum_s,
+                "kv_peak_blocks": run.state.kv.peak_blocks},
+    )
