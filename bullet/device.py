@@ -1,0 +1,479 @@
+"""The simulated device: how long a step really takes (the *rich form*), alone and beside another.
+
+    kernel seconds = max(ceil(q / p) * c / rate(busy),  m / bandwidth(p) * s) + overhead
+
+``q`` thread blocks on ``p`` SMs take ``ceil(q / p)`` waves of ``c`` seconds each, so waves stretch the compute term
+only. ``rate(busy)`` is the per-SM speed against all busy SMs of the chip: with few busy there is power to spare and
+clocks are higher. ``bandwidth(p)`` saturates softly. ``s >= 1`` is what contention for memory costs:
+
+    u = a lane's solo bytes / solo seconds;   g = its max-min share of the device's bandwidth, g <= u
+    s = u / (g (1 - loss * g_other / D_peak))
+
+computed once per change of co-runner from solo values. Coefficients come from a fit (profiles/<gpu>/<model>/fit.json)
+or from the data sheet, and say which; see docs/model.md.
+
+A scheduler never sees this module's coefficients, except the estimator named ``oracle``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet import work as work_model
+from bullet.config import KV_BLOCK_TOKENS, DeviceConfig, GpuSpec, ModelSpec, get_gpu, get_model
+from bullet.errors import ConfigError, ProfileError
+from bullet.state import SplitTable
+
+PROFILES = Path(__file__).parent / "profiles"
+ANALYTIC_FROM = "a100-80gb"
+"""A GPU without a profile takes data-sheet peaks and this GPU's fitted efficiencies; labelled analytic."""
+
+
+@dataclass(frozen=True)
+class DeviceCoefficients:
+    """What a fit yields. Efficiencies are shares of the data sheet's peaks.
+
+    ``gemm_tiles``: (rows, columns, compute efficiency) of the output tiles that the library may pick; it picks the
+    fastest for the whole device. ``extra_keys``: keys' worth of work that each query row of prefill attention costs
+    beyond those it attends (tile fill, prologue). ``rate_slope``, ``rate_cap``: per-SM rate is
+    ``min(cap, 1 + slope (1 - busy / N))`` of that with all SMs busy. ``bandwidth_knee``, ``bandwidth_sharpness``:
+    ``((p / N / knee)^-k + 1)^(-1/k)``, normalised to 1 at N. ``contention_loss`` and ``host_gap_s`` are *assumed*.
+    """
+
+    source: str
+    gemm_tiles: tuple[tuple[int, int, float], ...]
+    gemm_bandwidth: float
+    gemm_overhead_s: float
+    gemm_block_overhead_s: float
+    prefill_attention_efficiency: float
+    prefill_attention_extra_keys: float
+    prefill_attention_overhead_s: float
+    decode_attention_bandwidth: float
+    decode_attention_overhead_s: float
+    decode_attention_overhead_per_seq_s: float
+    rowwise_bandwidth: Mapping[str, float]
+    rowwise_overhead_s: float
+    rate_slope: float
+    rate_cap: float
+    bandwidth_knee: float
+    bandwidth_sharpness: float
+    contention_loss: float = 0.2
+    host_gap_s: float = 0.0
+    link_efficiency: float = 1.0
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def peak_bandwidth(self) -> float:
+        """The fitted full-device bandwidth as a share of the data sheet's: the best that any family reaches."""
+        return max(self.gemm_bandwidth, self.decode_attention_bandwidth, *self.rowwise_bandwidth.values())
+
+    def to_json(self) -> str:
+        """Stable text: the same coefficients give the same bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, path: Path) -> DeviceCoefficients:
+        """Read ``fit.json``; :class:`ProfileError` names the file and the key at fault."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise ProfileError(f"{path}: cannot be read as a fit ({exc})") from None
+        tiles = raw.pop("gemm_tiles", None) if isinstance(raw, dict) else None
+        if not isinstance(tiles, list) or not tiles or any(len(t) != 3 for t in tiles):
+            raise ProfileError(f"{path}: gemm_tiles must be a list of [rows, columns, efficiency]")
+        names = {f.name: f for f in dataclasses.fields(cls)}
+        missing = [n for n, f in names.items() if n not in raw and f.default is dataclasses.MISSING
+                   and f.default_factory is dataclasses.MISSING]
+        if missing:
+            raise ProfileError(f"{path}: {', '.join(missing)} missing")
+        raw["gemm_tiles"] = tuple((int(r), int(c), float(e)) for r, c, e in tiles)
+        unknown = sorted(set(raw) - set(names))
+        if unknown:
+            raise ProfileError(f"{path}: unknown {', '.join(unknown)}")
+        for name, value in raw.items():
+            if isinstance(value, bool) or (name not in ("source", "gemm_tiles", "rowwise_bandwidth", "notes")
+                                           and not isinstance(value, int | float)):
+                raise ProfileError(f"{path}: {name} = {value!r}: must be a number")
+        return cls(**raw)
+
+
+# ------------------------------------------------------------------------------------------ step work
+
+_Term = tuple[float, int, float]
+"""(c, q, m): seconds of one block on one SM with all SMs busy, blocks, seconds of the bytes at full bandwidth."""
+
+
+class _Row:
+    """Kernels that depend on one count alone (tokens, or sequences): built once per count, exact."""
+
+    __slots__ = ("bytes", "fixed_s", "flops", "gemms", "row_s", "solo_s")
+
+    def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
+        self.gemms = gemms
+        self.row_s = row_s
+        self.fixed_s = fixed_s
+        self.flops = flops
+        self.bytes = bytes_
+        self.solo_s: dict[int, float] = {}
+
+
+class StepWork:
+    """What a step does, independent of SMs. ``flops`` and ``bytes`` are totals over its layers."""
+
+    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "flops", "head", "layers", "row_s")
+
+    def __init__(self, layers: int, dense: _Row, head: _Row | None, attention: tuple[_Term, ...],
+                 attention_fixed_s: float, row_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
+        self.layers = layers
+        self.dense = dense
+        self.head = head
+        self.attention = attention
+        self.attention_fixed_s = attention_fixed_s
+        self.row_s = row_s
+        self.fixed_s = fixed_s
+        self.flops = flops
+        self.bytes = bytes_
+
+
+class DeviceModel:
+    """One GPU, or a tensor-parallel group seen as one. All times in seconds.
+
+    ``cache=False`` recomputes everything; results are the same to the last bit (a test).
+    """
+
+    def __init__(self, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCoefficients, *, tensor_parallel: int = 1,
+                 contention_scale: float = 1.0, shared_prefill_share: float = 0.5, cache: bool = True) -> None:
+        if tensor_parallel > 1 and (model.num_heads % tensor_parallel or model.intermediate_size % tensor_parallel):
+            raise ConfigError(f"device.tensor_parallel = {tensor_parallel}: must divide {model.name}'s "
+                              f"{model.num_heads} heads and {model.intermediate_size} intermediate size")
+        self.model = model
+        self.gpu = gpu
+        self.coefficients = c = coefficients
+        self.tensor_parallel = tensor_parallel
+        self.num_sms = n = gpu.num_sms
+        self.shared_prefill_share = shared_prefill_share
+        self.loss = c.contention_loss * contention_scale
+        self.cache = cache
+        #: Seconds of one operation on one SM with every SM busy, at efficiency 1.
+        self._op_s = n / gpu.peak_flops
+        self._peak_bytes_per_s = gpu.mem_bytes_per_s * c.peak_bandwidth
+        busy = np.arange(n + 1)
+        rate = np.minimum(c.rate_cap, 1 + c.rate_slope * (1 - busy / n))
+        self._rate: list[float] = rate.tolist()
+        self._inverse_bandwidth: list[float] = [float("inf")] + [1 / self._bandwidth_share(float(p)) for p in busy[1:]]
+        self._dense: dict[int, _Row] = {}
+        self._heads: dict[int, _Row] = {}
+
+    # ---- building work ---------------------------------------------------------------------------
+
+    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> StepWork:
+        """``layers`` layers over (new, past) token pieces; the LM head on ``logits_seqs`` sequences (0: none)."""
+        return self._work(pieces, 0, 0, layers, logits_seqs)
+
+    def decode_work(self, num_seqs: int, context_tokens: int) -> StepWork:
+        """A whole iteration; ``context_tokens``: tokens attended, the new ones included, over the batch."""
+        return self._work((), num_seqs, context_tokens, self.model.num_layers, num_seqs)
+
+    def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
+                    logits_seqs: int) -> StepWork:
+        """One lock-step batch: dense kernels once over all tokens, attention of both parts."""
+        return self._work(pieces, num_seqs, context_tokens, self.model.num_layers, logits_seqs)
+
+    def _work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, layers: int,
+              logits_seqs: int) -> StepWork:
+        c, tp = self.coefficients, self.tensor_parallel
+        tokens = num_seqs
+        attention: tuple[_Term, ...] = ()
+        fixed_s = 0.0
+        attention_flops = attention_bytes = 0.0
+        if pieces:
+            for new, _ in pieces:
+                tokens += new
+            kernel = work_model.prefill_attention(self.model, pieces, tp)
+            extra = 4.0 * self.model.num_heads / tp * self.model.head_dim * c.prefill_attention_extra_keys
+            flops = kernel.flops + extra * (tokens - num_seqs)
+            block_s = flops / kernel.blocks * self._op_s / c.prefill_attention_efficiency
+            attention = ((block_s, kernel.blocks, kernel.bytes / self._peak_bytes_per_s),)
+            fixed_s += c.prefill_attention_overhead_s
+            attention_flops, attention_bytes = kernel.flops, kernel.bytes
+        if num_seqs:
+            # Written out rather than through work.decode_attention: this runs at every decode iteration.
+            model = self.model
+            kv_heads = max(1, model.num_kv_heads // tp)
+            heads = model.num_heads // tp
+            size = model.dtype_bytes * model.head_dim
+            moved = float(size) * (2 * heads * num_seqs + 2 * kv_heads * context_tokens)
+            attention = (*attention, (0.0, 0, moved / (self.gpu.mem_bytes_per_s * c.decode_attention_bandwidth)))
+            fixed_s += c.decode_attention_overhead_s + c.decode_attention_overhead_per_seq_s * num_seqs
+            attention_flops += 4.0 * heads * model.head_dim * context_tokens
+            attention_bytes += moved
+        dense = self._dense_row(tokens)
+        head = self._head_row(logits_seqs) if logits_seqs else None
+        share = layers / self.model.num_layers
+        flops = layers * (dense.flops + attention_flops)
+        bytes_ = layers * (dense.bytes + attention_bytes)
+        if head is not None:
+            flops += head.flops
+            bytes_ += head.bytes
+        return StepWork(layers, dense, head, attention, fixed_s, 0.0, c.host_gap_s * share, flops, bytes_)
+
+    def _dense_row(self, tokens: int) -> _Row:
+        row = self._dense.get(tokens)
+        if row is None:
+            tp = self.tensor_parallel
+            kernels = work_model.dense_kernels(self.model, tokens, tp)
+            extra_s = 0.0
+            if tp > 1:
+                sent = work_model.all_reduce_bytes(self.model, tokens, tp)
+                extra_s = sent / (self.gpu.link_bytes_per_s * self.coefficients.link_efficiency)
+            row = self._row(kernels, extra_s)
+            if self.cache:
+                self._dense[tokens] = row
+        return row
+
+    def _head_row(self, seqs: int) -> _Row:
+        row = self._heads.get(seqs)
+        if row is None:
+            row = self._row(work_model.head_kernels(self.model, seqs, self.tensor_parallel), 0.0)
+            if self.cache:
+                self._heads[seqs] = row
+        return row
+
+    def _row(self, kernels: Sequence[work_model.KernelWork], extra_s: float) -> _Row:
+        c = self.coefficients
+        gemms: list[_Term] = []
+        row_s, fixed_s, flops, bytes_ = 0.0, extra_s, 0.0, 0.0
+        for kernel in kernels:
+            flops += kernel.flops
+            bytes_ += kernel.bytes
+            if kernel.k:
+                gemms.append(self._gemm_term(kernel))
+                fixed_s += c.gemm_overhead_s
+            else:
+                row_s += kernel.bytes / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[kernel.name])
+                fixed_s += c.rowwise_overhead_s
+        return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
+
+    def _gemm_term(self, kernel: work_model.KernelWork) -> _Term:
+        """The tile that is fastest on the whole device: the library chooses without knowing of partitions."""
+        c = self.coefficients
+        moved_s = kernel.bytes / (self.gpu.mem_bytes_per_s * c.gemm_bandwidth)
+        best: _Term = (0.0, 0, 0.0)
+        best_s = float("inf")
+        # Mixture of experts: rows are spread over experts, each padded to its own tiles.
+        whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
+        groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
+        for rows, columns, efficiency in c.gemm_tiles:
+            if groups == 1.0:
+                blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
+            else:
+                blocks = max(1, round(groups * -(-kernel.rows // rows) * -(-kernel.columns // columns)))
+            block_s = 2.0 * rows * columns * kernel.k * self._op_s / efficiency + c.gemm_block_overhead_s
+            seconds = max(-(-blocks // self.num_sms) * block_s, moved_s)
+            if seconds < best_s:
+                best, best_s = (block_s, blocks, moved_s), seconds
+        return best
+
+    # ---- seconds ---------------------------------------------------------------------------------
+
+    def _bandwidth_share(self, sms: float) -> float:
+        """Share of the full device's bandwidth that ``sms`` SMs can draw."""
+        c = self.coefficients
+
+        def curve(share: float) -> float:
+            return float(((share / c.bandwidth_knee) ** -c.bandwidth_sharpness + 1) ** (-1 / c.bandwidth_sharpness))
+
+        return curve(sms / self.num_sms) / curve(1.0)
+
+    def solo_seconds(self, work: StepWork, sms: int) -> float:
+        """The step alone on ``sms`` SMs, the others idle."""
+        rate, inverse = self._rate[sms], self._inverse_bandwidth[sms]
+        seconds = self._row_solo(work.dense, sms, rate, inverse) + work.attention_fixed_s
+        for block_s, blocks, moved_s in work.attention:
+            compute_s = -(-blocks // sms) * block_s / rate
+            memory_s = moved_s * inverse
+            seconds += compute_s if compute_s > memory_s else memory_s
+        seconds *= work.layers
+        if work.head is not None:
+            seconds += self._row_solo(work.head, sms, rate, inverse)
+        return seconds + work.fixed_s
+
+    def _row_solo(self, row: _Row, sms: int, rate: float, inverse: float) -> float:
+        seconds = row.solo_s.get(sms)
+        if seconds is None:
+            seconds = _row_seconds(row, sms, rate, inverse)
+            if self.cache:
+                row.solo_s[sms] = seconds
+        return seconds
+
+    def corun_seconds(self, prefill: StepWork, p: int, decode: StepWork, d: int) -> tuple[float, float]:
+        """Full durations of each if the other ran beside it throughout. ``p + d > N``: the excess is shared.
+
+        On shared SMs prefill gets ``shared_prefill_share`` of the time: a lane's effective SMs shrink, its waves are
+        still counted on the SMs it holds.
+        """
+        n = self.num_sms
+        shared = p + d - n
+        if shared > 0:
+            p_effective = p - (1 - self.shared_prefill_share) * shared
+            d_effective = d - self.shared_prefill_share * shared
+            rate = self._rate[n]
+            p_rate, d_rate = rate * p_effective / p, rate * d_effective / d
+            p_inverse, d_inverse = 1 / self._bandwidth_share(p_effective), 1 / self._bandwidth_share(d_effective)
+            p_solo = _step_seconds(prefill, p, p_rate, p_inverse)
+            d_solo = _step_seconds(decode, d, d_rate, d_inverse)
+        else:
+            p_rate = d_rate = self._rate[p + d]
+            p_inverse, d_inverse = self._inverse_bandwidth[p], self._inverse_bandwidth[d]
+            p_solo = self.solo_seconds(prefill, p)
+            d_solo = self.solo_seconds(decode, d)
+        p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo)
+        return (_step_seconds(prefill, p, p_rate, p_inverse * p_slow),
+                _step_seconds(decode, d, d_rate, d_inverse * d_slow))
+
+    def _slowdowns(self, use_a: float, use_b: float) -> tuple[float, float]:
+        """``s`` of two lanes that would alone draw ``use_a`` and ``use_b`` bytes/s."""
+        peak = self._peak_bytes_per_s
+        if use_a + use_b <= peak:
+            grant_a, grant_b = use_a, use_b
+        elif use_a <= peak / 2:
+            grant_a, grant_b = use_a, peak - use_a
+        elif use_b <= peak / 2:
+            grant_a, grant_b = peak - use_b, use_b
+        else:
+            grant_a = grant_b = peak / 2
+        loss = self.loss / peak
+        slow_a = use_a / (grant_a * max(0.05, 1 - loss * grant_b)) if use_a else 1.0
+        slow_b = use_b / (grant_b * max(0.05, 1 - loss * grant_a)) if use_b else 1.0
+        return slow_a, slow_b
+
+    # ---- all splits at once, for the oracle --------------------------------------------------------
+
+    def prefill_seconds_all(self, work: StepWork, splits: SplitTable, decode: StepWork | None) -> NDArray[np.float64]:
+        """Prefill's seconds on each split beside ``decode`` (or alone), and alone on N; shape (n + 1,)."""
+        return self._all(work, decode, splits, True)
+
+    def decode_seconds_all(self, work: StepWork, splits: SplitTable, prefill: StepWork | None) -> NDArray[np.float64]:
+        """Decode's seconds on each split beside ``prefill`` (or alone), and alone on N; shape (n + 1,)."""
+        return self._all(work, prefill, splits, False)
+
+    def _all(self, work: StepWork, other: StepWork | None, splits: SplitTable, is_prefill: bool) -> NDArray[np.float64]:
+        n = self.num_sms
+        own = np.append(splits.prefill_sms if is_prefill else splits.decode_sms, n)
+        rates, inverses = np.array(self._rate), np.array(self._inverse_bandwidth)
+        solo = _step_seconds_all(work, own, rates[own], inverses[own])
+        if other is None:
+            return solo
+        beside = n - own[:-1]
+        other_solo = _step_seconds_all(other, beside, rates[beside], inverses[beside])
+        use, other_use = work.bytes / solo[:-1], other.bytes / other_solo
+        peak = self._peak_bytes_per_s
+        half = peak / 2
+        grant = np.where(use + other_use <= peak, use,
+                         np.where(use <= half, use, np.where(other_use <= half, peak - other_use, half)))
+        other_grant = np.where(use + other_use <= peak, other_use,
+                               np.where(other_use <= half, other_use, np.where(use <= half, peak - use, half)))
+        slow = use / (grant * np.maximum(0.05, 1 - self.loss / peak * other_grant))
+        together = _step_seconds_all(work, own[:-1], rates[n], inverses[own[:-1]] * slow)
+        return np.append(together, solo[-1])
+
+    def min_prefill_seconds(self, prompt_tokens: int) -> float:
+        """No schedule brings a first token sooner (I3): no padding, no waves, best tile, best clocks, no overheads."""
+        c = self.coefficients
+        best_rate = max(r * p / self.num_sms for p, r in enumerate(self._rate))
+        efficiency = max(e for _, _, e in c.gemm_tiles)
+        kernels = [k for k in work_model.dense_kernels(self.model, prompt_tokens, self.tensor_parallel) if k.k]
+        layer_s = 0.0
+        for kernel in kernels:
+            compute_s = kernel.flops / (self.gpu.peak_flops * efficiency * best_rate)
+            layer_s += compute_s
+        pairs = work_model.prefill_attention(self.model, [(prompt_tokens, 0)], self.tensor_parallel).flops
+        layer_s += pairs / (self.gpu.peak_flops * c.prefill_attention_efficiency * best_rate)
+        return layer_s * self.model.num_layers
+
+
+def _row_seconds(row: _Row, sms: int, rate: float, inverse: float) -> float:
+    """Seconds of a row's kernels; ``inverse``: 1 / share of bandwidth, contention included."""
+    seconds = row.fixed_s + row.row_s * inverse
+    for block_s, blocks, moved_s in row.gemms:
+        compute_s = -(-blocks // sms) * block_s / rate
+        memory_s = moved_s * inverse
+        seconds += compute_s if compute_s > memory_s else memory_s
+    return seconds
+
+
+def _step_seconds(work: StepWork, sms: int, rate: float, inverse: float) -> float:
+    seconds = _row_seconds(work.dense, sms, rate, inverse) + work.attention_fixed_s
+    for block_s, blocks, moved_s in work.attention:
+        compute_s = -(-blocks // sms) * block_s / rate
+        memory_s = moved_s * inverse
+        seconds += compute_s if compute_s > memory_s else memory_s
+    seconds *= work.layers
+    if work.head is not None:
+        seconds += _row_seconds(work.head, sms, rate, inverse)
+    return seconds + work.fixed_s
+
+
+def _step_seconds_all(work: StepWork, sms: NDArray[np.int64], rate: Any, inverse: Any) -> NDArray[np.float64]:
+    """:func:`_step_seconds` over arrays of SMs, same arithmetic."""
+
+    def terms(items: Sequence[_Term], start: Any) -> Any:
+        seconds = start
+        for block_s, blocks, moved_s in items:
+            seconds = seconds + np.maximum(-(-blocks // sms) * block_s / rate, moved_s * inverse)
+        return seconds
+
+    seconds = terms(work.dense.gemms, work.dense.fixed_s + work.dense.row_s * inverse) + work.attention_fixed_s
+    seconds = terms(work.attention, seconds) * work.layers
+    if work.head is not None:
+        seconds = seconds + terms(work.head.gemms, work.head.fixed_s + work.head.row_s * inverse)
+    result: NDArray[np.float64] = seconds + work.fixed_s
+    return result
+
+
+# ------------------------------------------------------------------------------------------- profiles
+
+
+def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> int:
+    """KV capacity in tokens, whole blocks: memory x utilisation less weights and reserve, per GPU of the group."""
+    tp = config.tensor_parallel
+    usable = gpu.mem_bytes * config.memory_utilization - model.weight_bytes / tp - config.reserve_bytes
+    tokens = int(usable // (model.kv_bytes_per_token / tp)) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    if tokens < KV_BLOCK_TOKENS:
+        raise ConfigError(f"model {model.name} needs {model.weight_bytes / 1e9:.1f} GB of weights: {tp} x {gpu.name} "
+                          f"({gpu.mem_bytes / 1e9:.0f} GB each) leave no room for KV; raise device.tensor_parallel")
+    return tokens
+
+
+def analytic_coefficients(gpu: GpuSpec) -> DeviceCoefficients:
+    """For a GPU without a profile: data-sheet peaks, the efficiencies fitted on A100, and a label that says so."""
+    fitted = DeviceCoefficients.from_json(PROFILES / ANALYTIC_FROM / "llama-3.1-8b" / "fit.json")
+    return dataclasses.replace(
+        fitted, source="analytic",
+        notes={"basis": f"data sheet of {gpu.name} ({gpu.source}); efficiencies, overheads and SM curves as fitted on "
+                        f"{ANALYTIC_FROM}: not measured on this GPU"})
+
+
+def load_device(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
+    """The device of a configuration: fitted if a profile of (gpu, model) is shipped, else labelled what it is."""
+    model, gpu = get_model(config.model), get_gpu(config.gpu)
+    path = PROFILES / gpu.name / model.name / "fit.json"
+    others = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"))
+    if path.is_file():
+        coefficients = DeviceCoefficients.from_json(path)
+    elif others:
+        coefficients = dataclasses.replace(DeviceCoefficients.from_json(others[0]),
+                                           source=f"fitted on {others[0].parent.name}'s shapes")
+    else:
+        coefficients = analytic_coefficients(gpu)
+    return DeviceModel(model, gpu, coefficients, tensor_parallel=config.tensor_parallel,
+                       contention_scale=config.contention_scale, shared_prefill_share=config.shared_prefill_share,
+                       cache=cache)
