@@ -1,0 +1,454 @@
+"""The performance model that a scheduler asks: the published form (SRM), and an oracle for comparison.
+
+==================  =======================================================================================
+paper (section 3.2)  here
+==================  =======================================================================================
+flop_k, mem_k        ``KernelWork.flops``, ``.bytes`` of :mod:`bullet.work`
+C_p = C_peak N_p/N   ``Srm._compute`` (operations/s on each split)
+D_p                  ``Srm._bandwidth``: D_peak min(1, N_p / N_d), ``GpuSpec.knee_sms`` = N_d
+T'_{k,p}  (eq. 1)    ``flops / min(flops / bytes * D_p, C_p)`` = ``max(flops / C_p, bytes / D_p)``
+alpha_{p,ES} (eq. 2) ``Srm._alpha_prefill``, ``_alpha_decode``: measured / T', interpolated between few samples
+D_{p,sl}             ``Srm._attainable``: D_p x the share that decode attains beside an sl-token prefill
+==================  =======================================================================================
+
+An estimator answers for all splits at once (arrays of length n + 1, see docs/interfaces.md) and learns online: per
+phase and SM bucket a mean of log(measured / predicted). It never reads the simulated device's coefficients: it sees samples,
+as it would from a GPU. ``Oracle`` is the exception, and is named so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet import work
+from bullet.config import GpuSpec, ModelSpec
+from bullet.device import DeviceModel, StepWork
+from bullet.errors import ConfigError, ProfileError
+from bullet.state import DECODE, PREFILL, SplitTable
+
+Array = NDArray[np.float64]
+
+CACHE_ENTRIES = 8192
+"""Rows kept by a cache before it starts anew: bounds memory, never changes a result."""
+
+
+class Estimator(Protocol):
+    """What a policy may ask. Returned arrays have length ``splits.full + 1`` and must not be written to."""
+
+    name: str
+    splits: SplitTable
+
+    def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
+        """Whole prefill of that batch on each split; ``decode``: (sequences, context tokens) beside it, or none."""
+
+    def prefill_base(self, prompt_tokens: int) -> Array:
+        """One prompt alone, before online correction."""
+
+    def prefill_correction(self) -> Array:
+        """Online correction now: ``prefill_seconds((t,), None) = prefill_base(t) * prefill_correction()``."""
+
+    def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
+        """One iteration beside a prefill of that many tokens (0: alone); the last entry is alone on N."""
+
+    def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
+        """A layer's operations per byte."""
+
+    def ridge(self, index: int) -> float:
+        """C_p / D_p on prefill's side of a split."""
+
+    def observe(self, phase: str, sms: int, predicted_s: float, elapsed_s: float) -> None:
+        """A step predicted (correction included) at ``predicted_s`` took ``elapsed_s``."""
+
+
+class Sample(NamedTuple):
+    """One measured state. ``corun_*`` describe what ran beside it (0: nothing)."""
+
+    kind: str
+    sms: int
+    tokens: int  # prefill: prompt tokens; decode: sequences
+    context_tokens: int  # decode: attended over the batch
+    seconds: float
+    corun_sms: int = 0
+    corun_tokens: int = 0
+    source: str = "simulated"
+
+
+# --------------------------------------------------------------------------------------- online learning
+
+
+class Recalibration:
+    """Log corrections per phase and SM bucket, each an exponentially weighted mean of log(measured / uncorrected).
+
+    ``predicted`` already holds the correction of its launch, so ``log(elapsed / predicted)`` is the error of the mean
+    itself and ``mean += weight * error`` is its update. Buckets never observed borrow the phase's mean.
+    """
+
+    BUCKETS = 8
+
+    def __init__(self, splits: SplitTable, *, enabled: bool = True, weight: float = 0.1) -> None:
+        self.enabled = enabled
+        self.weight = weight
+        self.num_sms = splits.num_sms
+        length = splits.full + 1
+        self.factors: dict[str, Array] = {PREFILL: np.ones(length), DECODE: np.ones(length)}
+        self._log: dict[str, list[float | None]] = {p: [None] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
+        self._mean = {PREFILL: 0.0, DECODE: 0.0}
+        own = {PREFILL: np.append(splits.prefill_sms, splits.num_sms),
+               DECODE: np.append(splits.decode_sms, splits.num_sms)}
+        self._members = {
+            phase: [np.flatnonzero([self.bucket(int(s)) == b for s in sms]) for b in range(self.BUCKETS + 1)]
+            for phase, sms in own.items()}
+
+    def bucket(self, sms: int) -> int:
+        """Eighths of the device, and the whole device by itself."""
+        return self.BUCKETS if sms >= self.num_sms else sms * self.BUCKETS // self.num_sms
+
+    def observe(self, phase: str, sms: int, predicted_s: float, elapsed_s: float) -> None:
+        """Learn from one step."""
+        if not self.enabled or predicted_s <= 0 or elapsed_s <= 0:
+            return
+        error = math.log(elapsed_s / predicted_s)
+        logs, bucket = self._log[phase], self.bucket(sms)
+        before = logs[bucket]
+        # The first observation of a bucket corrects what it was predicted with: the phase's mean.
+        after = (self._mean[phase] if before is None else before) + self.weight * error
+        logs[bucket] = after
+        self._mean[phase] += self.weight * (after - self._mean[phase])
+        factors, members = self.factors[phase], self._members[phase]
+        factors[members[bucket]] = math.exp(after)
+        for other, log in enumerate(logs):
+            if log is None and len(members[other]):
+                factors[members[other]] = math.exp(self._mean[phase])
+
+
+# ---------------------------------------------------------------------------------------- published form
+
+
+def _srm_seconds(kernels: Sequence[work.KernelWork], compute: Array, bandwidth: Array) -> Array:
+    """Eq. 1 summed over kernels."""
+    total = np.zeros_like(compute)
+    for kernel in kernels:
+        total = total + np.maximum(kernel.flops / compute, kernel.bytes / bandwidth)
+    return total
+
+
+def interpolate(x: float, nodes: Sequence[float], values: Sequence[Array]) -> Array:
+    """Piecewise linear between nodes, extended linearly beyond; arrays over splits."""
+    if len(nodes) == 1:
+        return values[0]
+    i = 0
+    while i < len(nodes) - 2 and x > nodes[i + 1]:
+        i += 1
+    share = (x - nodes[i]) / (nodes[i + 1] - nodes[i])
+    return values[i] + share * (values[i + 1] - values[i])
+
+
+def along_sms(own: NDArray[np.int64], points: dict[int, float]) -> Array:
+    """A value sampled at few SM counts, on each of ``own``: linear between, extended linearly beyond (Fig. 9)."""
+    nodes = sorted(points)
+    values = [np.full(len(own), points[s]) for s in nodes]
+    return np.array([float(interpolate(float(s), [float(n) for n in nodes], [v[:1] for v in values])[0]) for s in own])
+
+
+class Srm:
+    """Eq. 1 and 2 with contention, calibrated on samples. ``blind``: without contention.
+
+    ``error`` multiplies every uncorrected prediction (studies of a wrong start).
+    """
+
+    def __init__(self, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, samples: Sequence[Sample], *,
+                 blind: bool = False, recalibrate: bool = True, error: float = 1.0) -> None:
+        self.name = "srm-blind" if blind else "srm"
+        self.model = model
+        self.splits = splits
+        self.blind = blind
+        self.error = error
+        self.recalibration = Recalibration(splits, enabled=recalibrate)
+        n = splits.num_sms
+        self._own = {PREFILL: np.append(splits.prefill_sms, n), DECODE: np.append(splits.decode_sms, n)}
+        self._compute = {phase: gpu.peak_flops * own / n for phase, own in self._own.items()}
+        self._bandwidth = {phase: gpu.mem_bytes_per_s * np.minimum(1.0, own / gpu.knee_sms)
+                           for phase, own in self._own.items()}
+        self._gpu = gpu
+        self._prefill_cache: dict[tuple[int, ...], Array] = {}
+        self._decode_alpha: dict[int, tuple[Array, Array]] = {}
+        self._decode_rows: dict[tuple[int, float], tuple[Array, Array]] = {}
+        self._calibrate(samples)
+
+    # ---- calibration -----------------------------------------------------------------------------
+
+    def _calibrate(self, samples: Sequence[Sample]) -> None:
+        alone = [s for s in samples if not s.corun_sms]
+        prefill: dict[int, dict[int, float]] = {}
+        decode: dict[tuple[int, int], dict[int, float]] = {}
+        for s in alone:
+            if s.seconds <= 0 or not math.isfinite(s.seconds):
+                raise ProfileError(f"sample {s}: seconds must be positive")
+            if s.kind == PREFILL:
+                prefill.setdefault(s.tokens, {})[s.sms] = s.seconds / self._theory_prefill((s.tokens,), s.sms)
+            else:
+                mean = round(s.context_tokens / s.tokens)
+                decode.setdefault((s.tokens, mean), {})[s.sms] = s.seconds / self._theory_decode(
+                    s.tokens, s.context_tokens, s.sms, 1.0)
+        if not prefill or not decode:
+            raise ProfileError("samples hold no prefill alone, or no decode alone: alpha (eq. 2) needs both")
+        self._prefill_nodes = [math.log2(t) for t in sorted(prefill)]
+        self._alpha_prefill = [along_sms(self._own[PREFILL], prefill[t]) for t in sorted(prefill)]
+        batches, contexts = sorted({b for b, _ in decode}), sorted({c for _, c in decode})
+        if len(decode) != len(batches) * len(contexts):
+            raise ProfileError("decode samples must cover every (batch, context) pair of their grid")
+        self._batch_nodes = [math.log2(b) for b in batches]
+        self._context_nodes = [float(c) for c in (contexts[0], contexts[-1])]
+        # Between the two outermost contexts alpha is taken as linear: one multiply-add a decision.
+        self._alpha_decode = {c: [along_sms(self._own[DECODE], decode[(b, c)]) for b in batches]
+                              for c in (contexts[0], contexts[-1])}
+        shares: dict[int, dict[int, list[float]]] = {}
+        for s in samples:
+            if s.kind == DECODE and s.corun_sms:
+                shares.setdefault(s.corun_tokens, {}).setdefault(s.sms, []).append(self._attained_share(s))
+        self._share_nodes = [math.log2(t) for t in sorted(shares)]
+        self._attainable: list[Array] = []
+        for tokens in sorted(shares):
+            points = {sms: float(np.median(values)) for sms, values in shares[tokens].items()}
+            self._attainable.append(np.clip(along_sms(self._own[DECODE], points), 0.05, 1.0))
+
+    def _attained_share(self, s: Sample) -> float:
+        """D_{p,sl} / D_p: the bandwidth at which alpha x T' equals the co-running measurement; bisected."""
+        alpha = float(self._alpha_of_decode(s.tokens, s.context_tokens)[self._index(DECODE, s.sms)])
+        low, high = 0.02, 1.0
+        if alpha * self._theory_decode(s.tokens, s.context_tokens, s.sms, high) >= s.seconds:
+            return 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            if alpha * self._theory_decode(s.tokens, s.context_tokens, s.sms, middle) > s.seconds:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _index(self, phase: str, sms: int) -> int:
+        return int(np.abs(self._own[phase] - sms).argmin())
+
+    def _theory_prefill(self, prompt_tokens: tuple[int, ...], sms: int) -> float:
+        compute, bandwidth = self._at(sms)
+        return float(self._prefill_theory(prompt_tokens, compute, bandwidth)[0])
+
+    def _theory_decode(self, num_seqs: int, context_tokens: int, sms: int, share: float) -> float:
+        compute, bandwidth = self._at(sms)
+        row, per_token = self._decode_theory(num_seqs, compute, bandwidth * share)
+        return float((row + per_token * context_tokens)[0])
+
+    def _at(self, sms: int) -> tuple[Array, Array]:
+        share = min(1.0, sms / self._gpu.knee_sms)
+        return (np.array([self._gpu.peak_flops * sms / self.splits.num_sms]),
+                np.array([self._gpu.mem_bytes_per_s * share]))
+
+    def _prefill_theory(self, prompt_tokens: tuple[int, ...], compute: Array, bandwidth: Array) -> Array:
+        layer = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0)
+        head = work.head_kernels(self.model, len(prompt_tokens))
+        return (self.model.num_layers * _srm_seconds(layer, compute, bandwidth)
+                + _srm_seconds(head, compute, bandwidth))
+
+    def _decode_theory(self, num_seqs: int, compute: Array, bandwidth: Array) -> tuple[Array, Array]:
+        """Seconds without context, and seconds per context token: decode attention is bound by memory throughout.
+
+        (Its operations per byte are at most heads / KV heads, below any GPU's ridge point.)
+        """
+        layers = self.model.num_layers
+        still = work.dense_kernels(self.model, num_seqs)
+        none = work.decode_attention(self.model, num_seqs, 0)
+        one = work.decode_attention(self.model, num_seqs, 1)
+        row = layers * (_srm_seconds(still, compute, bandwidth) + none.bytes / bandwidth)
+        row = row + _srm_seconds(work.head_kernels(self.model, num_seqs), compute, bandwidth)
+        return row, layers * (one.bytes - none.bytes) / bandwidth
+
+    # ---- predictions -----------------------------------------------------------------------------
+
+    def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
+        """Eq. 1 and 2; contention leaves prefill alone (section 3.2.3), so ``decode`` is not used."""
+        base = self._prefill_cache.get(prompt_tokens)
+        if base is None:
+            if len(self._prefill_cache) >= CACHE_ENTRIES:
+                self._prefill_cache.clear()
+            theory = self._prefill_theory(prompt_tokens, self._compute[PREFILL], self._bandwidth[PREFILL])
+            alpha = interpolate(math.log2(sum(prompt_tokens)), self._prefill_nodes, self._alpha_prefill)
+            base = theory * np.maximum(alpha, 0.5) * self.error
+            base.setflags(write=False)
+            self._prefill_cache[prompt_tokens] = base
+        return base * self.recalibration.factors[PREFILL]
+
+    def prefill_base(self, prompt_tokens: int) -> Array:
+        """One prompt, before online correction."""
+        self.prefill_seconds((prompt_tokens,), None)
+        return self._prefill_cache[(prompt_tokens,)]
+
+    def prefill_correction(self) -> Array:
+        """Online correction of prefill on each split."""
+        return self.recalibration.factors[PREFILL]
+
+    def _alpha_of_decode(self, num_seqs: int, context_tokens: int) -> Array:
+        first, slope = self._alpha_row(num_seqs)
+        return np.maximum(first + slope * (context_tokens / num_seqs), 0.5)
+
+    def _alpha_row(self, num_seqs: int) -> tuple[Array, Array]:
+        """alpha over splits at context 0, and its slope per token of mean context."""
+        row = self._decode_alpha.get(num_seqs)
+        if row is None:
+            low, high = self._context_nodes
+            near, far = (interpolate(math.log2(num_seqs), self._batch_nodes, values)
+                         for values in self._alpha_decode.values()) if high > low else (None, None)
+            if near is None or far is None:
+                only = interpolate(math.log2(num_seqs), self._batch_nodes, next(iter(self._alpha_decode.values())))
+                row = (only, np.zeros_like(only))
+            else:
+                slope = (far - near) / (high - low)
+                row = (near - slope * low, slope)
+            self._decode_alpha[num_seqs] = row
+        return row
+
+    def _attainable_share(self, prefill_tokens: float) -> Array:
+        """D_{p,sl} / D_p on each split; alone on N there is no co-runner."""
+        if self.blind or prefill_tokens <= 0 or not self._attainable:
+            return np.ones(self.splits.full + 1)
+        share = np.clip(interpolate(math.log2(prefill_tokens), self._share_nodes, self._attainable), 0.05, 1.0)
+        share[-1] = 1.0
+        return share
+
+    def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
+        """One iteration on each split: eq. 1 with D_{p,sl} in it, then alpha."""
+        # D_{p,sl} is read at quarter octaves of sl: finer than it is sampled, and few enough to keep.
+        beside = 0.0 if prefill_tokens <= 0 or self.blind else 2.0 ** (round(4 * math.log2(prefill_tokens)) / 4)
+        key = (num_seqs, beside)
+        rows = self._decode_rows.get(key)
+        if rows is None:
+            if len(self._decode_rows) >= CACHE_ENTRIES:
+                self._decode_rows.clear()
+            bandwidth = self._bandwidth[DECODE] * self._attainable_share(beside)
+            row, per_token = self._decode_theory(num_seqs, self._compute[DECODE], bandwidth)
+            rows = self._decode_rows[key] = (row * self.error, per_token * self.error)
+        first, slope = self._alpha_row(num_seqs)
+        alpha = first + slope * (context_tokens / num_seqs)
+        np.maximum(alpha, 0.5, out=alpha)
+        seconds = rows[1] * context_tokens
+        seconds += rows[0]
+        seconds *= alpha
+        seconds *= self.recalibration.factors[DECODE]
+        return seconds
+
+    def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
+        """A layer's operations per byte."""
+        kernels = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0)
+        return sum(k.flops for k in kernels) / sum(k.bytes for k in kernels)
+
+    def ridge(self, index: int) -> float:
+        """C_p / D_p."""
+        return float(self._compute[PREFILL][index] / self._bandwidth[PREFILL][index])
+
+    def observe(self, phase: str, sms: int, predicted_s: float, elapsed_s: float) -> None:
+        """Online recalibration (section 3.2.4)."""
+        self.recalibration.observe(phase, sms, predicted_s, elapsed_s)
+
+
+class Oracle(Srm):
+    """Asks the simulated device itself: an upper bound, not a predictor that anyone could have."""
+
+    def __init__(self, device: DeviceModel, gpu: GpuSpec, splits: SplitTable, samples: Sequence[Sample], *,
+                 recalibrate: bool, error: float) -> None:
+        super().__init__(device.model, gpu, splits, samples, recalibrate=recalibrate, error=error)
+        self.name = "oracle"
+        self.device = device
+        self._works: dict[tuple[int, ...], StepWork] = {}
+
+    def _prefill_work(self, prompt_tokens: tuple[int, ...]) -> StepWork:
+        found = self._works.get(prompt_tokens)
+        if found is None:
+            if len(self._works) >= CACHE_ENTRIES:
+                self._works.clear()
+            found = self._works[prompt_tokens] = self.device.prefill_work(
+                [(t, 0) for t in prompt_tokens], self.model.num_layers, logits_seqs=len(prompt_tokens))
+        return found
+
+    def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
+        """The device's own answer beside that decode batch."""
+        if decode is None:
+            return self._alone(prompt_tokens) * self.recalibration.factors[PREFILL]
+        seconds = self.device.prefill_seconds_all(self._prefill_work(prompt_tokens), self.splits,
+                                                  self.device.decode_work(*decode))
+        return seconds * self.error * self.recalibration.factors[PREFILL]
+
+    def prefill_base(self, prompt_tokens: int) -> Array:
+        """The device's own answer for one prompt, alone."""
+        return self._alone((prompt_tokens,))
+
+    def _alone(self, prompt_tokens: tuple[int, ...]) -> Array:
+        base = self._prefill_cache.get(prompt_tokens)
+        if base is None:
+            if len(self._prefill_cache) >= CACHE_ENTRIES:
+                self._prefill_cache.clear()
+            base = self.device.prefill_seconds_all(self._prefill_work(prompt_tokens), self.splits, None) * self.error
+            base.setflags(write=False)
+            self._prefill_cache[prompt_tokens] = base
+        return base
+
+    def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
+        """The device's own answer beside a prefill of one prompt of that length."""
+        beside = self._prefill_work((prefill_tokens,)) if prefill_tokens > 0 else None
+        seconds = self.device.decode_seconds_all(self.device.decode_work(num_seqs, context_tokens), self.splits, beside)
+        return seconds * self.error * self.recalibration.factors[DECODE]
+
+
+# --------------------------------------------------------------------------------------------- sampling
+
+
+def sample_device(device: DeviceModel, splits: SplitTable, *, seed: int, noise_std: float = 0.03,
+                  prefill_tokens: Sequence[int] = (256, 1024, 4096, 16384), batches: Sequence[int] = (1, 8, 32, 128),
+                  contexts: Sequence[int] = (256, 4096)) -> list[Sample]:
+    """A few noisy samples of the simulated device, alone and co-running, as a sweep takes them from a GPU.
+
+    SM axis: two counts for prefill (half and all), three for decode (its floor N/9, N_d, all) and the first two for
+    co-running. Noise is log-normal, ``noise_std`` relative (the paper's states spread by a few percent).
+    """
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 0, 0x5A]))
+    n, d = splits.num_sms, splits.decode_sms
+    floor = int(d[min(len(d) - 1, int(np.searchsorted(d, n / 9 - 1e-9)))])
+    knee = int(d[min(len(d) - 1, int(np.searchsorted(d, device.gpu.knee_sms)))])
+    half = int(d[min(len(d) - 1, int(np.searchsorted(d, n / 2)))])
+    samples: list[Sample] = []
+
+    def noisy(seconds: float) -> float:
+        return seconds * math.exp(noise_std * float(rng.standard_normal()))
+
+    def prefill(tokens: int) -> StepWork:
+        return device.prefill_work([(tokens, 0)], device.model.num_layers, logits_seqs=1)
+
+    for tokens in prefill_tokens:
+        for sms in (half, n):
+            samples.append(Sample(PREFILL, sms, tokens, 0, noisy(device.solo_seconds(prefill(tokens), sms))))
+    for batch in batches:
+        for context in contexts:
+            step = device.decode_work(batch, batch * context)
+            for sms in sorted({floor, knee, n}):
+                samples.append(Sample(DECODE, sms, batch, batch * context, noisy(device.solo_seconds(step, sms))))
+    for tokens in prefill_tokens:
+        for sms in sorted({floor, knee, half}):
+            for batch in batches[1:]:
+                step = device.decode_work(batch, batch * contexts[0])
+                _, seconds = device.corun_seconds(prefill(tokens), n - sms, step, sms)
+                samples.append(Sample(DECODE, sms, batch, batch * contexts[0], noisy(seconds), n - sms, tokens))
+    return samples
+
+
+def make_estimator(name: str, *, device: DeviceModel, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, seed: int,
+                   recalibrate: bool = True, error: float = 1.0) -> Estimator:
+    """``srm``, ``srm-blind`` or ``oracle``, calibrated on samples of the device where it needs them."""
+    if name not in ("srm", "srm-blind", "oracle"):
+        raise ConfigError(f"unknown estimator {name!r}: must be srm, srm-blind or oracle")
+    samples = sample_device(device, splits, seed=seed)
+    if name == "oracle":
+        return Oracle(device, gpu, splits, samples, recalibrate=recalibrate, error=error)
+    return Srm(model, gpu, splits, samples, blind=name == "srm-blind", recalibrate=recalibrate, error=error)

@@ -1,0 +1,158 @@
+"""Schedulers by name. Adding one: one file here, one line in ``POLICIES``; a user's own is ``path/to/file.py:Class``."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from bullet.errors import BulletError, ConfigError
+from bullet.policies.base import Policy, PolicyContext
+
+__all__ = ["POLICIES", "Policy", "PolicyContext", "check_name", "describe", "make_policy", "needs_estimator"]
+
+
+class Entry(NamedTuple):
+    """One family: what it is, whether it asks an estimator, and how a name's numbers become a policy."""
+
+    description: str
+    estimator: bool
+    build: Callable[[PolicyContext, list[int]], Policy]
+
+
+def _bullet(context: PolicyContext, _: list[int]) -> Policy:
+    from bullet.policies.bullet import Bullet
+
+    return Bullet(context)
+
+
+def _bullet_literal(context: PolicyContext, _: list[int]) -> Policy:
+    from bullet.policies.bullet import BulletLiteral
+
+    return BulletLiteral(context)
+
+
+def _static(context: PolicyContext, numbers: list[int]) -> Policy:
+    from bullet.policies.static import Static
+
+    return Static(context, numbers[0], name=f"static-{numbers[0]}")
+
+
+def _naive(context: PolicyContext, _: list[int]) -> Policy:
+    from bullet.policies.static import Static
+
+    return Static(context, context.splits.num_sms, context.splits.num_sms, name="naive")
+
+
+def _sglang(context: PolicyContext, numbers: list[int]) -> Policy:
+    from bullet.policies.chunked import Sglang
+
+    return Sglang(context, numbers[0])
+
+
+def _sglang_mixed(context: PolicyContext, numbers: list[int]) -> Policy:
+    from bullet.policies.chunked import Sglang
+
+    return Sglang(context, numbers[0], mixed=True)
+
+
+def _vllm(context: PolicyContext, numbers: list[int]) -> Policy:
+    from bullet.policies.vllm import Vllm
+
+    return Vllm(context, numbers[0])
+
+
+POLICIES: dict[str, Entry] = {
+    "bullet": Entry("Algorithm 1: dynamic SM split under a performance model", True, _bullet),
+    "bullet-literal": Entry("Algorithm 1 to the letter: no decode floor, no cap on a step, late first", True,
+                            _bullet_literal),
+    "static-P": Entry("fixed split, prefill on P SMs, decode on the rest; free tails (MuxServe-like)", False, _static),
+    "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, _naive),
+    "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, _sglang),
+    "sglang-N-mixed": Entry("the paper's hybrid batch: decodes and chunks in one step of N tokens", False,
+                            _sglang_mixed),
+    "vllm-N": Entry("vLLM V1: running first, token budget N, 256 sequences, preemption to the front", False, _vllm),
+}
+
+
+def _find(name: str) -> tuple[Entry, list[int]]:
+    for pattern, entry in POLICIES.items():
+        expression = re.sub(r"\b[NP]\b", r"([0-9]{1,9})", pattern)
+        match = re.fullmatch(expression, name)
+        if match:
+            numbers = [int(g) for g in match.groups()]
+            if 0 in numbers:
+                raise ConfigError(f"policy {name!r}: the number must be positive")
+            return entry, numbers
+    raise ConfigError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)} (N, P: whole numbers), or give "
+                      "path/to/file.py:Class")
+
+
+def is_custom(name: str) -> bool:
+    """Whether a name is a user's ``path/to/file.py:Class``."""
+    return ".py:" in name or name.endswith(".py")
+
+
+def describe() -> list[tuple[str, str]]:
+    """Names (N, P stand for whole numbers) and what they are."""
+    return [(name, entry.description) for name, entry in POLICIES.items()]
+
+
+def check_name(name: str) -> None:
+    """Refuse an unknown name early, before anything is built."""
+    if is_custom(name):
+        load_custom(name)
+    else:
+        _find(name)
+
+
+def needs_estimator(name: str) -> bool:
+    """Whether the policy asks predictions; a user's own always may."""
+    return is_custom(name) or _find(name)[0].estimator
+
+
+def make_policy(name: str, context: PolicyContext) -> Policy:
+    """Build a policy; :class:`ConfigError` says what is allowed."""
+    if not is_custom(name):
+        entry, numbers = _find(name)
+        return entry.build(context, numbers)
+    cls = load_custom(name)
+    try:
+        policy = cls(context)
+    except BulletError:
+        raise
+    except Exception as exc:
+        raise ConfigError(f"{name}: could not be built: {type(exc).__name__}: {exc}") from exc
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"{name}: is not a policy: it needs lanes, next_step(lane, state, now_s) and "
+                          "observe(step, elapsed_s)")
+    return policy
+
+
+def load_custom(name: str) -> Callable[[PolicyContext], Policy]:
+    """The class behind ``path/to/file.py:Class``."""
+    path_text, _, class_name = name.rpartition(":")
+    path = Path(path_text)
+    if not path_text.endswith(".py") or not class_name:
+        raise ConfigError(f"policy {name!r}: must read path/to/file.py:Class")
+    if not path.is_file():
+        raise ConfigError(f"policy {name!r}: no file {path}")
+    module_name = f"bullet_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses in the user's file look themselves up here
+    try:
+        spec.loader.exec_module(module)
+    except Exception as exc:
+        raise ConfigError(f"{path}: {type(exc).__name__} while loading: {exc}") from exc
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        classes = sorted(k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module_name)
+        raise ConfigError(f"{path}: no class {class_name!r}; it defines: {', '.join(classes) or 'none'}")
+    result: Callable[[PolicyContext], Policy] = found
+    return result

@@ -1,0 +1,79 @@
+"""``static-P``: prefill always on P SMs, decode on the rest (MuxServe-like), first come first served. ``naive``: both on
+all N SMs, no scheduler (the paper's Fig. 23).
+
+Free tails: a lane whose co-lane has no work takes all SMs at its next launch (``free_tails``). ``decode_sms`` gives decode
+a share of its own, N for Fig. 22's "decode may use all"; what both hold is shared.
+"""
+
+from __future__ import annotations
+
+from bullet.errors import ConfigError
+from bullet.policies.base import PolicyContext, read_options
+from bullet.policies.twolane import decode_victims, fits
+from bullet.state import (
+    DECODE,
+    PREFILL,
+    Decision,
+    DecodeStep,
+    Partition,
+    PrefillStep,
+    Step,
+    SystemState,
+    Wait,
+)
+
+OPTIONS = {
+    "layers_per_step": 4,
+    "free_tails": True,
+    "decode_sms": 0,  # 0: the rest of the device
+    "max_batch_tokens": 4096,  # prompts are batched up to this; the head goes alone if it is longer
+}
+
+
+class Static:
+    """A fixed split of the SMs."""
+
+    lanes = (PREFILL, DECODE)
+
+    def __init__(self, context: PolicyContext, prefill_sms: int, decode_sms: int | None = None,
+                 name: str = "static") -> None:
+        options = read_options(name, context.options, OPTIONS)
+        self.num_sms = n = context.splits.num_sms
+        legal = context.splits.prefill_sms.tolist()
+        if prefill_sms != n and prefill_sms not in legal:
+            raise ConfigError(f"policy static-{prefill_sms}: prefill SMs must be {legal[-1]} to {legal[0]} in steps of "
+                              f"{legal[0] - legal[1] if len(legal) > 1 else legal[0]}, or {n} (with decode_sms)")
+        own = options["decode_sms"] or decode_sms or n - prefill_sms
+        if not 1 <= own <= n:
+            raise ConfigError(f"policy.options.decode_sms = {own}: must be 1 to {n}; static-{n} needs it")
+        if options["layers_per_step"] < 1 or options["max_batch_tokens"] < 1:
+            raise ConfigError("policy.options.layers_per_step and max_batch_tokens must be 1 or more")
+        self.target = Partition(prefill_sms, own)
+        self.layers: int = options["layers_per_step"]
+        self.free_tails: bool = options["free_tails"]
+        self.max_batch_tokens: int = options["max_batch_tokens"]
+
+    def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
+        """The next layers, or the next iteration, on this lane's SMs."""
+        if lane == DECODE:
+            sms = self.num_sms if self.free_tails and state.prefill is None else self.target.decode_sms
+            return DecodeStep(sms, target=self.target, preempt=decode_victims(state))
+        sms = self.num_sms if self.free_tails and not state.decode_seqs else self.target.prefill_sms
+        if state.prefill is not None:
+            return PrefillStep(sms, min(self.layers, state.prefill.layers_left), target=self.target)
+        admit: list[int] = []
+        tokens = blocks = 0
+        for request in state.queue:
+            if admit and tokens + request.known_tokens > self.max_batch_tokens:
+                break
+            if not fits(state, request, blocks):
+                break
+            admit.append(request.id)
+            tokens += request.known_tokens
+            blocks += state.kv.blocks_for(request.known_tokens)
+        if not admit:
+            return Wait(reason="kv-full")
+        return PrefillStep(sms, min(self.layers, state.num_layers), tuple(admit), target=self.target)
+
+    def observe(self, step: Step, elapsed_s: float) -> None:
+        """It learns nothing."""
