@@ -89,12 +89,12 @@ class DeviceCoefficients:
         tiles = raw.pop("gemm_tiles", None) if isinstance(raw, dict) else None
         if not isinstance(tiles, list) or not tiles or any(len(t) != 3 for t in tiles):
             raise ProfileError(f"{path}: gemm_tiles must be a list of [rows, columns, efficiency]")
+        raw["gemm_tiles"] = tuple((int(r), int(c), float(e)) for r, c, e in tiles)
         names = {f.name: f for f in dataclasses.fields(cls)}
         missing = [n for n, f in names.items() if n not in raw and f.default is dataclasses.MISSING
                    and f.default_factory is dataclasses.MISSING]
         if missing:
             raise ProfileError(f"{path}: {', '.join(missing)} missing")
-        raw["gemm_tiles"] = tuple((int(r), int(c), float(e)) for r, c, e in tiles)
         unknown = sorted(set(raw) - set(names))
         if unknown:
             raise ProfileError(f"{path}: unknown {', '.join(unknown)}")

@@ -25,11 +25,11 @@ import math
 from typing import Any, Protocol
 
 import numpy as np
-from bullet.policies.twolane import decode_victims, fits
 from numpy.typing import NDArray
 
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext, read_options
+from bullet.policies.twolane import decode_victims, fits
 from bullet.state import (
     DECODE,
     PREFILL,
@@ -80,7 +80,7 @@ def p90(values: NDArray[np.float64]) -> float:
 class Bullet:
     """Algorithm 1 with the readings of ``OPTIONS``. Asks ``context.estimator`` for every prediction."""
 
-    lanes = (PREFILL, DECODE)
+    lanes: tuple[str, ...] = (PREFILL, DECODE)
     defaults = OPTIONS
 
     def __init__(self, context: PolicyContext) -> None:
@@ -433,7 +433,8 @@ class Bullet:
             return arrival_rank
         if options["order"] == "normalised":
             key = -(waited + own) / queue.ttft_slo_s
-            return np.lexsort((arrival_rank, np.where(started, -math.inf, key)))
+            by_key: NDArray[np.int64] = np.lexsort((arrival_rank, np.where(started, -math.inf, key)))
+            return by_key
         late = (waited > queue.ttft_slo_s) & ~started
         if options["late_first"]:
             group = np.where(late, 1, 2)
@@ -441,7 +442,8 @@ class Bullet:
             overdue = late & (waited > options["late_patience"] * queue.ttft_slo_s)
             group = np.where(overdue, 1, np.where(late, 3, 2))
         group = np.where(started, 0, group)
-        return np.lexsort((arrival_rank, np.where(group == 2, own, 0.0), group))
+        ranked: NDArray[np.int64] = np.lexsort((arrival_rank, np.where(group == 2, own, 0.0), group))
+        return ranked
 
     @staticmethod
     def _repair(order: NDArray[np.int64], own: NDArray[np.float64],
@@ -486,7 +488,7 @@ class Bullet:
             return []
         popped, blocks = [head], state.kv.blocks_for(head.known_tokens)
         ridge = self.estimator.ridge(index)
-        lengths = (head.known_tokens,)
+        lengths: tuple[int, ...] = (head.known_tokens,)
         for request in order[1:]:
             if self.estimator.prefill_intensity(lengths) >= ridge or not fits(state, request, blocks):
                 break

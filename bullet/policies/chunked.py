@@ -35,7 +35,7 @@ OPTIONS = {
 class Sglang:
     """One lane, chunks of ``chunk_tokens`` ahead of decodes; ``mixed``: both in one batch."""
 
-    lanes = (HYBRID,)
+    lanes: tuple[str, ...] = (HYBRID,)
 
     def __init__(self, context: PolicyContext, chunk_tokens: int, mixed: bool = False) -> None:
         self.name = f"sglang-{chunk_tokens}" + ("-mixed" if mixed else "")

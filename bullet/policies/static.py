@@ -33,7 +33,7 @@ OPTIONS = {
 class Static:
     """A fixed split of the SMs."""
 
-    lanes = (PREFILL, DECODE)
+    lanes: tuple[str, ...] = (PREFILL, DECODE)
 
     def __init__(self, context: PolicyContext, prefill_sms: int, decode_sms: int | None = None,
                  name: str = "static") -> None:

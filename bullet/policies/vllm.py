@@ -24,7 +24,7 @@ from bullet.state import HYBRID, Chunk, Decision, HybridStep, Step, SystemState,
 class Vllm:
     """One lane, running first, token budget. Options: ``max_num_seqs`` (256, vLLM's default)."""
 
-    lanes = (HYBRID,)
+    lanes: tuple[str, ...] = (HYBRID,)
 
     def __init__(self, context: PolicyContext, budget_tokens: int) -> None:
         options = read_options(f"vllm-{budget_tokens}", context.options, {"max_num_seqs": 256})

@@ -57,7 +57,7 @@ def load_builtin(name: str) -> Table:
     """A shipped trace."""
     path = Path(__file__).parent / "data" / f"{name}.npz"
     with np.load(path) as data:
-        arrival = data["arrival_s"] if "arrival_s" in data else None
+        arrival = data.get("arrival_s")
         return Table(arrival, data["prompt_tokens"].astype(np.int64), data["output_tokens"].astype(np.int64))
 
 

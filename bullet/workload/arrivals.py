@@ -42,4 +42,5 @@ def recorded_arrivals(recorded: Array | None, config: WorkloadConfig, where: str
     if recorded is None:
         raise TraceError(f"{where}: has no arrival times: use --arrivals poisson, constant or gamma with a --rate, or name "
                          "its column by workload.arrival_column")
-    return (recorded - recorded[0]) / config.time_scale
+    times: Array = (recorded - recorded[0]) / config.time_scale
+    return times

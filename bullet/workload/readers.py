@@ -87,7 +87,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, object]
                 doubled = sorted({h for h in header if header.count(h) > 1})
                 if doubled:
                     raise TraceError(f"{path}:{reader.line_num}: column {doubled[0]!r} stands twice in the header")
-                yield reader.line_num, {h: None for h in header}
+                yield reader.line_num, dict.fromkeys(header)
                 continue
             if len(cells) != len(header):
                 raise TraceError(f"{path}:{reader.line_num}: {len(cells)} cells where the header has {len(header)}")
