@@ -128,16 +128,15 @@ class _Row:
 class StepWork:
     """What a step does, independent of SMs. ``flops`` and ``bytes`` are totals over its layers."""
 
-    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "flops", "head", "layers", "row_s")
+    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "flops", "head", "layers")
 
     def __init__(self, layers: int, dense: _Row, head: _Row | None, attention: tuple[_Term, ...],
-                 attention_fixed_s: float, row_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
+                 attention_fixed_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
         self.layers = layers
         self.dense = dense
         self.head = head
         self.attention = attention
         self.attention_fixed_s = attention_fixed_s
-        self.row_s = row_s
         self.fixed_s = fixed_s
         self.flops = flops
         self.bytes = bytes_
@@ -169,6 +168,14 @@ class DeviceModel:
         rate = np.minimum(c.rate_cap, 1 + c.rate_slope * (1 - busy / n))
         self._rate: list[float] = rate.tolist()
         self._inverse_bandwidth: list[float] = [float("inf")] + [1 / self._bandwidth_share(float(p)) for p in busy[1:]]
+        empty, one = (work_model.decode_attention(model, 1, tokens, tensor_parallel) for tokens in (0, 1))
+        self._query_bytes = empty.bytes
+        self._context_bytes = one.bytes - empty.bytes
+        self._context_flops = one.flops
+        self._decode_bytes_per_s = gpu.mem_bytes_per_s * c.decode_attention_bandwidth
+        self._decode_fixed_s = c.decode_attention_overhead_s
+        self._decode_fixed_per_seq_s = c.decode_attention_overhead_per_seq_s
+        self._host_gap_s = c.host_gap_s
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
 
@@ -180,7 +187,19 @@ class DeviceModel:
 
     def decode_work(self, num_seqs: int, context_tokens: int) -> StepWork:
         """A whole iteration; ``context_tokens``: tokens attended, the new ones included, over the batch."""
-        return self._work((), num_seqs, context_tokens, self.model.num_layers, num_seqs)
+        # As _work((), num_seqs, context_tokens, num_layers, num_seqs), written out: it runs at every iteration.
+        dense, head = self._dense.get(num_seqs), self._heads.get(num_seqs)
+        if dense is None:
+            dense = self._dense_row(num_seqs)
+        if head is None:
+            head = self._head_row(num_seqs)
+        layers = self.model.num_layers
+        moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
+        return StepWork(
+            layers, dense, head, ((0.0, 0, moved / self._decode_bytes_per_s),),
+            self._decode_fixed_s + self._decode_fixed_per_seq_s * num_seqs, self._host_gap_s,
+            layers * (dense.flops + self._context_flops * context_tokens) + head.flops,
+            layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
                     logits_seqs: int) -> StepWork:
@@ -189,6 +208,8 @@ class DeviceModel:
 
     def _work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, layers: int,
               logits_seqs: int) -> StepWork:
+        if not pieces and layers == self.model.num_layers and logits_seqs == num_seqs:
+            return self.decode_work(num_seqs, context_tokens)
         c, tp = self.coefficients, self.tensor_parallel
         tokens = num_seqs
         attention: tuple[_Term, ...] = ()
@@ -205,15 +226,10 @@ class DeviceModel:
             fixed_s += c.prefill_attention_overhead_s
             attention_flops, attention_bytes = kernel.flops, kernel.bytes
         if num_seqs:
-            # Written out rather than through work.decode_attention: this runs at every decode iteration.
-            model = self.model
-            kv_heads = max(1, model.num_kv_heads // tp)
-            heads = model.num_heads // tp
-            size = model.dtype_bytes * model.head_dim
-            moved = float(size) * (2 * heads * num_seqs + 2 * kv_heads * context_tokens)
-            attention = (*attention, (0.0, 0, moved / (self.gpu.mem_bytes_per_s * c.decode_attention_bandwidth)))
-            fixed_s += c.decode_attention_overhead_s + c.decode_attention_overhead_per_seq_s * num_seqs
-            attention_flops += 4.0 * heads * model.head_dim * context_tokens
+            moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
+            attention = (*attention, (0.0, 0, moved / self._decode_bytes_per_s))
+            fixed_s += self._decode_fixed_s + self._decode_fixed_per_seq_s * num_seqs
+            attention_flops += self._context_flops * context_tokens
             attention_bytes += moved
         dense = self._dense_row(tokens)
         head = self._head_row(logits_seqs) if logits_seqs else None
@@ -223,7 +239,7 @@ class DeviceModel:
         if head is not None:
             flops += head.flops
             bytes_ += head.bytes
-        return StepWork(layers, dense, head, attention, fixed_s, 0.0, c.host_gap_s * share, flops, bytes_)
+        return StepWork(layers, dense, head, attention, fixed_s, self._host_gap_s * share, flops, bytes_)
 
     def _dense_row(self, tokens: int) -> _Row:
         row = self._dense.get(tokens)

@@ -237,7 +237,9 @@ class KvCache:
         """Reference ``blocks`` free ones; taking more than are free is a policy's bug."""
         self.free_blocks -= blocks
         assert self.free_blocks >= 0, f"KV overdrawn by {-self.free_blocks} of {self.total_blocks} blocks"
-        self.peak_blocks = max(self.peak_blocks, self.total_blocks - self.free_blocks)
+        used = self.total_blocks - self.free_blocks
+        if used > self.peak_blocks:
+            self.peak_blocks = used
 
     def give_back(self, blocks: int) -> None:
         """Free ``blocks``."""
@@ -343,10 +345,12 @@ class PrefillBatch:
 class DecodeBatch:
     """Requests that gain a token each iteration, in order of admission (see the module's text for the arithmetic)."""
 
-    __slots__ = ("_cached_offset", "_columns", "_slots", "block_tokens", "iteration", "requests", "residues", "version")
+    __slots__ = ("_cached_offset", "_columns", "_slots", "block_tokens", "iteration", "requests", "residues", "size",
+                 "version")
 
     def __init__(self, block_tokens: int = KV_BLOCK_TOKENS) -> None:
         self.requests: dict[int, Request] = {}
+        self.size = 0  # len(requests), which is asked several times a step
         self.iteration = 0
         self.version = 0
         self.block_tokens = block_tokens
@@ -356,17 +360,17 @@ class DecodeBatch:
         self._slots: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return self.size
 
     @property
     def cached_tokens(self) -> int:
         """Tokens in the KV cache over the batch, between iterations."""
-        return self._cached_offset + len(self.requests) * self.iteration
+        return self._cached_offset + self.size * self.iteration
 
     @property
     def context_tokens(self) -> int:
         """Tokens that the next iteration attends to, its new ones included, over the batch."""
-        return self._cached_offset + len(self.requests) * (self.iteration + 1)
+        return self._cached_offset + self.size * (self.iteration + 1)
 
     @property
     def growth_blocks(self) -> int:
@@ -403,6 +407,7 @@ class DecodeBatch:
         request.join_iteration = self.iteration
         request.join_tokens = cached
         self.requests[request.id] = request
+        self.size += 1
         self._cached_offset += cached - self.iteration
         self.residues[(self.iteration - cached) % self.block_tokens] += 1
         slot = len(self._slots)
@@ -419,6 +424,7 @@ class DecodeBatch:
         cached = self.cached(request)
         request.generated = self.generated(request)
         del self.requests[request.id]
+        self.size -= 1
         self._cached_offset -= request.join_tokens - request.join_iteration
         self.residues[(request.join_iteration - request.join_tokens) % self.block_tokens] -= 1
         slot, last = request.slot, len(self._slots) - 1
@@ -462,17 +468,22 @@ class SystemState:
     @property
     def decode_seqs(self) -> int:
         """Sequences of the next decode iteration: the batch and those waiting to merge."""
-        return len(self.decode) + len(self.ready)
+        return self.decode.size + len(self.ready)
 
     @property
     def decode_context_tokens(self) -> int:
         """Tokens attended by the next decode iteration, those waiting to merge included."""
-        return self.decode.context_tokens + sum(r.known_tokens for r in self.ready)
+        context = self.decode.context_tokens
+        for request in self.ready:
+            context += request.known_tokens
+        return context
 
     def decode_growth_blocks(self) -> int:
         """Fresh KV blocks that the next decode iteration needs, merging requests included."""
-        size = self.kv.block_tokens
-        return self.decode.growth_blocks + sum(1 for r in self.ready if (r.known_tokens - 1) % size == 0)
+        growth = self.decode.growth_blocks
+        for request in self.ready:
+            growth += (request.known_tokens - 1) % self.kv.block_tokens == 0
+        return growth
 
     # ---- transitions: drivers only ---------------------------------------------------------------
 
@@ -482,7 +493,8 @@ class SystemState:
 
     def begin_prefill(self, step: PrefillStep, now_s: float) -> None:
         """Launch layers; with ``admit`` take those requests out of the queue and reserve their KV first."""
-        self._preempt(step.preempt, now_s)
+        if step.preempt:
+            self._preempt(step.preempt, now_s)
         if step.admit:
             assert self.prefill is None, "a prefill batch is fixed until its last layer"
             requests = tuple(self._admit(i, now_s) for i in step.admit)
@@ -509,12 +521,14 @@ class SystemState:
 
     def begin_decode(self, step: DecodeStep, now_s: float) -> list[Request]:
         """Merge READY requests (returned), take the KV blocks of the coming tokens, launch."""
-        self._preempt(step.preempt, now_s)
+        if step.preempt:
+            self._preempt(step.preempt, now_s)
         merged = self.ready
-        for request in merged:
-            self.decode.join(request)
-        self.ready = []
-        assert len(self.decode), f"{step}: nothing to decode"
+        if merged:
+            for request in merged:
+                self.decode.join(request)
+            self.ready = []
+        assert self.decode.size, f"{step}: nothing to decode"
         self.kv.take(self.decode.growth_blocks)
         self.in_flight[DECODE] = InFlight(step, now_s)
         return merged
@@ -526,13 +540,14 @@ class SystemState:
 
     def begin_hybrid(self, step: HybridStep, now_s: float) -> None:
         """Admit chunks without a past, take KV blocks for the decodes' tokens, launch."""
-        self._preempt(step.preempt, now_s)
+        if step.preempt:
+            self._preempt(step.preempt, now_s)
         for request_id, _, past in step.chunks:
             if past == 0 and not any(r.id == request_id for r in self.chunked):
                 self.chunked.append(self._admit(request_id, now_s))
         if step.decode:
             self.kv.take(self.decode.growth_blocks)
-        assert step.chunks or (step.decode and len(self.decode)), f"{step}: an empty batch"
+        assert step.chunks or (step.decode and self.decode.size), f"{step}: an empty batch"
         self.in_flight[HYBRID] = InFlight(step, now_s)
 
     def finish_hybrid(self, now_s: float) -> list[Request]:
@@ -544,6 +559,8 @@ class SystemState:
         step = self.in_flight.pop(HYBRID).step
         assert isinstance(step, HybridStep)
         complete: list[Request] = []
+        if not step.chunks:
+            return complete
         by_id = {r.id: r for r in self.chunked}
         for request_id, new, past in step.chunks:
             request = by_id[request_id]

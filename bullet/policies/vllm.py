@@ -40,7 +40,7 @@ class Vllm:
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Running first, then admissions."""
         decode, kv = state.decode, state.kv
-        seqs = len(decode)
+        seqs = decode.size
         growth = decode.growth_blocks
         if growth > kv.free_blocks:
             return self._preempting(state)

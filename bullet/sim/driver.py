@@ -8,6 +8,7 @@ simpy event is pending at any time. The real runtime has a loop of the same shap
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from array import array
 from collections import deque
@@ -120,6 +121,8 @@ class Simulation:
         if self.lanes not in ((PREFILL, DECODE), (HYBRID,)):
             raise ConfigError(f"policy {config.policy.name!r}: lanes = {self.lanes}: must be ('prefill', 'decode') or "
                               "('hybrid',)")
+        self.num_lanes = len(self.lanes)
+        self.two_lanes = self.num_lanes == 2
         # Plain lists: indexing them is several times faster than indexing arrays.
         self.arrivals: list[float] = workload.arrival_s.tolist()
         self.prompts: list[int] = workload.prompt_tokens.tolist()
@@ -155,7 +158,7 @@ class Simulation:
         self.wait_sum_s = 0.0
         self.admissions: dict[int, float] = {}
         self.stalled = 0
-        self.stalled_at = (-1.0, -1)
+        self.stalled_at = -1.0
         self.tokens_emitted = 0
         self.preemptions_since_token = 0
         self.row_state: dict[str, tuple[Any, ...]] = {}
@@ -179,7 +182,8 @@ class Simulation:
         assert at_s >= self.now_s, f"I6: time would go back from {self.now_s} to {at_s}"
         # simpy's clock only orders events; `next_s` is exact, where now + (next - now) may be an ulp off.
         self.next_s = at_s
-        event = self.env.timeout(max(0.0, at_s - self.env.now))
+        delay_s = at_s - self.env._now  # the property costs as much as the subtraction
+        event = simpy.Timeout(self.env, delay_s if delay_s > 0.0 else 0.0)
         event.callbacks.append(self._boundary)
 
     def _boundary(self, _event: simpy.Event) -> None:
@@ -204,7 +208,7 @@ class Simulation:
 
     def _next_boundary(self) -> float:
         at = self.gpu.next_end_s()
-        if len(self.gpu.flights) < len(self.lanes):
+        if len(self.gpu.flights) < self.num_lanes:
             if self.next_arrival < len(self.arrivals):
                 at = min(at, self.arrivals[self.next_arrival])
             for until in self.wait_until_s.values():
@@ -252,7 +256,7 @@ class Simulation:
 
     def _decide(self, lane: str, now: float) -> None:
         state = self.state
-        if len(self.lanes) == 2:
+        if self.two_lanes:
             board = self.boards[lane]
             pending = board.pending
             while pending and pending[0][0] <= now:
@@ -267,9 +271,14 @@ class Simulation:
         self.decisions += 1
         if self.record is not None:
             self.record("next_step", (lane, state, now, decision))
-        self._guard(now)
-        self.wait_until_s.pop(lane, None)
-        if len(self.lanes) == 2:
+        if now == self.stalled_at or self.preemptions_since_token > STALL_DECISIONS:
+            self._guard(now)
+        else:
+            self.stalled_at = now
+            self.stalled = 0
+        if self.wait_until_s:
+            self.wait_until_s.pop(lane, None)
+        if self.two_lanes:
             self._publish(lane, decision, now)
         if isinstance(decision, Wait):
             if decision.until_s is not None:
@@ -307,8 +316,8 @@ class Simulation:
             for request in self.merged:
                 self._expect_end(request)
             context = state.decode.context_tokens
-            work = self.device.decode_work(len(state.decode), context)
-            counts = (0, len(state.decode), context, 0, state.num_layers)
+            work = self.device.decode_work(state.decode.size, context)
+            counts = (0, state.decode.size, context, 0, state.num_layers)
         else:
             work, counts = self._begin_hybrid(step, now)
         extra_s = 0.0
@@ -343,20 +352,18 @@ class Simulation:
     def _begin_hybrid(self, step: HybridStep, now: float) -> tuple[StepWork, tuple[int, ...]]:
         state = self.state
         if step.chunks:
-            before = len(state.chunked)
             self._integrate_queue(now)
             state.begin_hybrid(step, now)
-            self._admitted(state.chunked[before:] if not step.preempt else
-                           [r for r in state.chunked if r.id not in self.admissions], now)
+            self._admitted([r for r in state.chunked if r.id not in self.admissions], now)
         else:
             state.begin_hybrid(step, now)
-        seqs = len(state.decode) if step.decode else 0
+        seqs = state.decode.size if step.decode else 0
         context = state.decode.context_tokens if step.decode else 0
+        if not step.chunks:
+            return self.device.decode_work(seqs, context), (0, seqs, context, 0, state.num_layers)
         pieces = [(new, past) for _, new, past in step.chunks]
-        logits = seqs
-        if pieces:
-            known = {r.id: r.known_tokens for r in state.chunked}
-            logits += sum(new + past == known[i] for i, new, past in step.chunks)
+        known = {r.id: r.known_tokens for r in state.chunked}
+        logits = seqs + sum(new + past == known[i] for i, new, past in step.chunks)
         work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
         return work, (sum(new for new, _ in pieces), seqs, context, 0, state.num_layers)
 
@@ -403,7 +410,7 @@ class Simulation:
     def _finish_hybrid(self, step: Any, now: float) -> None:
         state = self.state
         complete = state.finish_hybrid(now)
-        if step.decode and len(state.decode):
+        if step.decode and state.decode.size:
             finished = self.finish_at.pop(state.decode.iteration + 1, ())
             self._emit_iteration(now)
             state.end_hybrid_decode(finished)
@@ -440,7 +447,7 @@ class Simulation:
 
     def _emit_iteration(self, now: float) -> None:
         """Gaps between tokens: one value for all that were in the iteration before, one for each newcomer."""
-        merged, seqs = self.merged, len(self.state.decode)
+        merged, seqs = self.merged, self.state.decode.size
         staying = seqs - len(merged)
         if staying:
             self.itl_s.append(now - self.last_iteration_s)
@@ -496,13 +503,10 @@ class Simulation:
     # ---- guards ----------------------------------------------------------------------------------
 
     def _guard(self, now: float) -> None:
-        if self.stalled_at == (now, self.tokens_emitted):
-            self.stalled += 1
-            if self.stalled > STALL_DECISIONS:
-                raise NoProgressError(self._stuck(f"{STALL_DECISIONS} decisions at one instant"))
-        else:
-            self.stalled_at = (now, self.tokens_emitted)
-            self.stalled = 0
+        """Called when time stands still between decisions, or preemptions outrun tokens."""
+        self.stalled += 1
+        if self.stalled > STALL_DECISIONS:
+            raise NoProgressError(self._stuck(f"{STALL_DECISIONS} decisions at one instant"))
         if self.preemptions_since_token > STALL_DECISIONS:
             raise NoProgressError(self._stuck(f"{STALL_DECISIONS} preemptions without one new token"))
 
@@ -513,7 +517,7 @@ class Simulation:
                 f"{self.closed} of {len(self.arrivals)} requests closed, {len(state.queue)} waiting (head: {head}), "
                 f"{len(state.chunked)} in chunks, prefill batch: "
                 f"{None if state.prefill is None else [r.id for r in state.prefill.requests]}, {len(state.ready)} ready, "
-                f"{len(state.decode)} decoding, KV {state.kv.free_blocks} of {state.kv.total_blocks} blocks free")
+                f"{state.decode.size} decoding, KV {state.kv.free_blocks} of {state.kv.total_blocks} blocks free")
 
 
 def build_splits(config: RunConfig, num_sms: int) -> SplitTable:
@@ -549,12 +553,18 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     if writer is not None:
         writer.resolved(config)
     run = Simulation(config, workload, device, policy, splits, kv_blocks, sink, progress=progress, record=record)
+    # Millions of small tuples and no reference cycles: the cyclic collector only costs time (a tenth of it).
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         run.run()
     except BaseException:
         # Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished.
         run.close_unfinished()
         raise
+    finally:
+        if collecting:
+            gc.enable()
     assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
     return _outcome(run, config, workload, sink, writer)
 

@@ -79,23 +79,26 @@ class SimulatedGpu:
     def settle(self, now_s: float) -> None:
         """Time anew what changed its co-runner."""
         flights = self.flights
+        hybrid = flights.get(HYBRID)
+        if hybrid is not None:
+            if hybrid.end_s is None:
+                hybrid.retime(now_s, self.device.solo_seconds(hybrid.work, hybrid.sms))
+            return
         a, b = flights.get(PREFILL), flights.get(DECODE)
         pair = (a.serial if a is not None else -1, b.serial if b is not None else -1)
-        if pair != self._pair:
-            self._pair = pair
-            if a is not None and b is not None:
-                seconds_a, seconds_b = self.device.corun_seconds(a.work, a.sms, b.work, b.sms)
-                a.retime(now_s, seconds_a)
-                b.retime(now_s, seconds_b)
-                a.corun_sms = a.corun_sms or b.sms
-                b.corun_sms = b.corun_sms or a.sms
-            else:
-                alone = a or b
-                if alone is not None:
-                    alone.retime(now_s, self.device.solo_seconds(alone.work, alone.sms))
-        hybrid = flights.get(HYBRID)
-        if hybrid is not None and hybrid.end_s is None:
-            hybrid.retime(now_s, self.device.solo_seconds(hybrid.work, hybrid.sms))
+        if pair == self._pair:
+            return
+        self._pair = pair
+        if a is not None and b is not None:
+            seconds_a, seconds_b = self.device.corun_seconds(a.work, a.sms, b.work, b.sms)
+            a.retime(now_s, seconds_a)
+            b.retime(now_s, seconds_b)
+            a.corun_sms = a.corun_sms or b.sms
+            b.corun_sms = b.corun_sms or a.sms
+        else:
+            alone = a or b
+            if alone is not None:
+                alone.retime(now_s, self.device.solo_seconds(alone.work, alone.sms))
 
     def account(self, now_s: float) -> None:
         """Book the SM-seconds since the last call: to be called before flights change."""
