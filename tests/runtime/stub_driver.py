@@ -1,0 +1,124 @@
+"""A stand-in for ``cuda.bindings.driver``: same functions, same ``(code, *values)`` answers, no GPU.
+
+It keeps the books that a real driver would: which contexts and streams live, in which order they were made and
+destroyed, and which SMs each group holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import SimpleNamespace
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_CONTEXT_IS_DESTROYED = 709
+    CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION = 914
+
+
+@dataclass
+class Resource:
+    sms: frozenset[int]
+
+    @property
+    def sm(self) -> SimpleNamespace:
+        return SimpleNamespace(smCount=len(self.sms))
+
+
+@dataclass
+class StubDriver:
+    """``fail``: call name -> (code, how many calls succeed first). ``missing``: functions an old driver lacks.
+
+    ``absent``: attributes that old bindings lack. ``shrink``: SMs that a group silently loses, as seen on an L40S.
+    """
+
+    num_sms: int = 132
+    capability: tuple[int, int] = (9, 0)
+    version: int = 13000
+    fail: dict[str, tuple[CUresult, int]] = field(default_factory=dict)
+    missing: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+    shrink: int = 0
+    calls: list[str] = field(default_factory=list)
+    contexts: dict[int, frozenset[int]] = field(default_factory=dict)
+    streams: dict[int, int] = field(default_factory=dict)
+    _next: int = 1000
+
+    def __getattribute__(self, name: str):
+        if name.startswith("cu") or name.startswith("CU"):
+            if name in object.__getattribute__(self, "absent"):
+                raise AttributeError(name)
+            if name.startswith("CU"):
+                return int
+            return lambda *args: object.__getattribute__(self, "_call")(name, args)
+        return object.__getattribute__(self, name)
+
+    def _call(self, name: str, args: tuple):
+        self.calls.append(name)
+        if name in self.missing:
+            raise RuntimeError(f'Function "{name}" not found')
+        if name in self.fail:
+            code, left = self.fail[name]
+            if left == 0:
+                return (code,)
+            self.fail[name] = (code, left - 1)
+        answer = getattr(self, f"_{name}")(*args)
+        return answer if isinstance(answer, tuple) else (CUresult.CUDA_SUCCESS, answer)
+
+    def _handle(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _cuInit(self, flags):
+        return (CUresult.CUDA_SUCCESS,)
+
+    def _cuDriverGetVersion(self):
+        return self.version
+
+    def _cuDeviceGet(self, ordinal):
+        return ordinal
+
+    def _cuDeviceGetAttribute(self, attribute, device):
+        return {16: self.num_sms, 75: self.capability[0], 76: self.capability[1]}[attribute]
+
+    def _cuDeviceGetDevResource(self, device, kind):
+        return Resource(frozenset(range(self.num_sms)))
+
+    def _cuDevSmResourceSplitByCount(self, groups, resource, flags, count):
+        ordered = sorted(resource.sms)
+        group = Resource(frozenset(ordered[:count - self.shrink]))
+        return CUresult.CUDA_SUCCESS, [group], 1, Resource(resource.sms - group.sms)
+
+    def _cuDevResourceGenerateDesc(self, resources, count):
+        assert count == len(resources) == 1
+        return resources[0]
+
+    def _cuGreenCtxCreate(self, descriptor, device, flags):
+        assert flags == 1, "CU_GREEN_CTX_DEFAULT_STREAM is required"
+        handle = self._handle()
+        self.contexts[handle] = descriptor.sms
+        return handle
+
+    def _cuGreenCtxGetDevResource(self, context, kind):
+        return Resource(self.contexts[context])
+
+    def _cuGreenCtxStreamCreate(self, context, flags, priority):
+        assert flags == 1, "CU_STREAM_NON_BLOCKING is required"
+        assert context in self.contexts
+        handle = self._handle()
+        self.streams[handle] = context
+        return handle
+
+    def _cuStreamDestroy(self, stream):
+        context = self.streams.pop(stream)
+        return (CUresult.CUDA_SUCCESS if context in self.contexts else CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
+
+    def _cuGreenCtxDestroy(self, context):
+        assert context not in self.streams.values(), "a stream outlived its context"
+        del self.contexts[context]
+        return (CUresult.CUDA_SUCCESS,)
