@@ -128,7 +128,8 @@ class _Row:
 class StepWork:
     """What a step does, independent of SMs. ``flops`` and ``bytes`` are totals over its layers."""
 
-    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "flops", "head", "layers")
+    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "flops", "head", "layers",
+                 "solo_s", "solo_sms")
 
     def __init__(self, layers: int, dense: _Row, head: _Row | None, attention: tuple[_Term, ...],
                  attention_fixed_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
@@ -140,6 +141,9 @@ class StepWork:
         self.fixed_s = fixed_s
         self.flops = flops
         self.bytes = bytes_
+        # The last answer of solo_seconds: a step is timed against several co-runners on the same SMs.
+        self.solo_sms = 0
+        self.solo_s = 0.0
 
 
 class DeviceModel:
@@ -311,6 +315,8 @@ class DeviceModel:
 
     def solo_seconds(self, work: StepWork, sms: int) -> float:
         """The step alone on ``sms`` SMs, the others idle."""
+        if work.solo_sms == sms and self.cache:
+            return work.solo_s
         rate, inverse = self._rate[sms], self._inverse_bandwidth[sms]
         seconds = self._row_solo(work.dense, sms, rate, inverse) + work.attention_fixed_s
         for block_s, blocks, moved_s in work.attention:
@@ -320,7 +326,8 @@ class DeviceModel:
         seconds *= work.layers
         if work.head is not None:
             seconds += self._row_solo(work.head, sms, rate, inverse)
-        return seconds + work.fixed_s
+        work.solo_sms, work.solo_s = sms, seconds + work.fixed_s
+        return work.solo_s
 
     def _row_solo(self, row: _Row, sms: int, rate: float, inverse: float) -> float:
         seconds = row.solo_s.get(sms)

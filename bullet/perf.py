@@ -46,6 +46,12 @@ class Estimator(Protocol):
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
         """Whole prefill of that batch on each split; ``decode``: (sequences, context tokens) beside it, or none."""
 
+    def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
+        """``prefill_seconds(..)[index]``, cheaper."""
+
+    def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
+        """``decode_seconds(..)[index]``, cheaper."""
+
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt alone, before online correction."""
 
@@ -96,13 +102,19 @@ class Recalibration:
         self.num_sms = splits.num_sms
         length = splits.full + 1
         self.factors: dict[str, Array] = {PREFILL: np.ones(length), DECODE: np.ones(length)}
+        #: The same numbers as plain lists: a single one is read far more often than all of them.
+        self.values: dict[str, list[float]] = {PREFILL: [1.0] * length, DECODE: [1.0] * length}
         self._log: dict[str, list[float | None]] = {p: [None] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
         self._mean = {PREFILL: 0.0, DECODE: 0.0}
         own = {PREFILL: np.append(splits.prefill_sms, splits.num_sms),
                DECODE: np.append(splits.decode_sms, splits.num_sms)}
-        self._members = {
-            phase: [np.flatnonzero([self.bucket(int(s)) == b for s in sms]) for b in range(self.BUCKETS + 1)]
-            for phase, sms in own.items()}
+        # Splits are in order of SMs, so a bucket's members are a slice.
+        self._members: dict[str, list[slice]] = {}
+        for phase, sms in own.items():
+            buckets = np.array([self.bucket(int(s)) for s in sms])
+            found = [np.flatnonzero(buckets == b) for b in range(self.BUCKETS + 1)]
+            self._members[phase] = [slice(int(f[0]), int(f[-1]) + 1) if len(f) else slice(0, 0) for f in found]
+        self._unseen = {phase: [b for b, m in enumerate(members) if m.stop] for phase, members in self._members.items()}
 
     def bucket(self, sms: int) -> int:
         """Eighths of the device, and the whole device by itself."""
@@ -113,17 +125,25 @@ class Recalibration:
         if not self.enabled or predicted_s <= 0 or elapsed_s <= 0:
             return
         error = math.log(elapsed_s / predicted_s)
-        logs, bucket = self._log[phase], self.bucket(sms)
+        logs, bucket = self._log[phase], self.BUCKETS if sms >= self.num_sms else sms * self.BUCKETS // self.num_sms
         before = logs[bucket]
         # The first observation of a bucket corrects what it was predicted with: the phase's mean.
         after = (self._mean[phase] if before is None else before) + self.weight * error
         logs[bucket] = after
         self._mean[phase] += self.weight * (after - self._mean[phase])
-        factors, members = self.factors[phase], self._members[phase]
-        factors[members[bucket]] = math.exp(after)
-        for other, log in enumerate(logs):
-            if log is None and len(members[other]):
-                factors[members[other]] = math.exp(self._mean[phase])
+        self._set(phase, bucket, after)
+        unseen = self._unseen[phase]
+        if unseen:
+            if before is None and bucket in unseen:
+                unseen.remove(bucket)
+            for other in unseen:
+                self._set(phase, other, self._mean[phase])
+
+    def _set(self, phase: str, bucket: int, log: float) -> None:
+        members = self._members[phase][bucket]
+        factor = math.exp(log)
+        self.factors[phase][members] = factor
+        self.values[phase][members] = [factor] * (members.stop - members.start)
 
 
 # ---------------------------------------------------------------------------------------- published form
@@ -175,9 +195,10 @@ class Srm:
         self._bandwidth = {phase: gpu.mem_bytes_per_s * np.minimum(1.0, own / gpu.knee_sms)
                            for phase, own in self._own.items()}
         self._gpu = gpu
-        self._prefill_cache: dict[tuple[int, ...], Array] = {}
-        self._decode_alpha: dict[int, tuple[Array, Array]] = {}
-        self._decode_rows: dict[tuple[int, float], tuple[Array, Array]] = {}
+        self._prefill_cache: dict[tuple[int, ...], tuple[Array, list[float]]] = {}
+        self._decode_alpha: dict[int, tuple[Array, Array, list[float], list[float]]] = {}
+        self._decode_rows: dict[tuple[int, int], tuple[Array, Array, list[float], list[float]]] = {}
+        self._octaves: dict[int, int] = {}
         self._calibrate(samples)
 
     # ---- calibration -----------------------------------------------------------------------------
@@ -271,44 +292,50 @@ class Srm:
 
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
         """Eq. 1 and 2; contention leaves prefill alone (section 3.2.3), so ``decode`` is not used."""
-        base = self._prefill_cache.get(prompt_tokens)
-        if base is None:
-            if len(self._prefill_cache) >= CACHE_ENTRIES:
-                self._prefill_cache.clear()
-            theory = self._prefill_theory(prompt_tokens, self._compute[PREFILL], self._bandwidth[PREFILL])
-            alpha = interpolate(math.log2(sum(prompt_tokens)), self._prefill_nodes, self._alpha_prefill)
-            base = theory * np.maximum(alpha, 0.5) * self.error
-            base.setflags(write=False)
-            self._prefill_cache[prompt_tokens] = base
-        return base * self.recalibration.factors[PREFILL]
+        return self._prefill_row(prompt_tokens)[0] * self.recalibration.factors[PREFILL]
+
+    def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
+        """One element of :meth:`prefill_seconds`, to the last bit."""
+        return self._prefill_row(prompt_tokens)[1][index] * self.recalibration.values[PREFILL][index]
 
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt, before online correction."""
-        self.prefill_seconds((prompt_tokens,), None)
-        return self._prefill_cache[(prompt_tokens,)]
+        return self._prefill_row((prompt_tokens,))[0]
+
+    def _prefill_row(self, prompt_tokens: tuple[int, ...]) -> tuple[Array, list[float]]:
+        """Uncorrected seconds over all splits, as an array and as a list."""
+        row = self._prefill_cache.get(prompt_tokens)
+        if row is None:
+            if len(self._prefill_cache) >= CACHE_ENTRIES:
+                self._prefill_cache.clear()
+            base = self._uncorrected_prefill(prompt_tokens)
+            base.setflags(write=False)
+            row = self._prefill_cache[prompt_tokens] = (base, base.tolist())
+        return row
+
+    def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
+        theory = self._prefill_theory(prompt_tokens, self._compute[PREFILL], self._bandwidth[PREFILL])
+        alpha = interpolate(math.log2(sum(prompt_tokens)), self._prefill_nodes, self._alpha_prefill)
+        base: Array = theory * np.maximum(alpha, 0.5) * self.error
+        return base
 
     def prefill_correction(self) -> Array:
         """Online correction of prefill on each split."""
         return self.recalibration.factors[PREFILL]
 
     def _alpha_of_decode(self, num_seqs: int, context_tokens: int) -> Array:
-        first, slope = self._alpha_row(num_seqs)
+        first, slope, _, _ = self._alpha_row(num_seqs)
         return np.maximum(first + slope * (context_tokens / num_seqs), 0.5)
 
-    def _alpha_row(self, num_seqs: int) -> tuple[Array, Array]:
-        """alpha over splits at context 0, and its slope per token of mean context."""
+    def _alpha_row(self, num_seqs: int) -> tuple[Array, Array, list[float], list[float]]:
+        """alpha over splits at context 0 and its slope per token of mean context, as arrays and as lists."""
         row = self._decode_alpha.get(num_seqs)
         if row is None:
+            at = [interpolate(math.log2(num_seqs), self._batch_nodes, values) for values in self._alpha_decode.values()]
             low, high = self._context_nodes
-            near, far = (interpolate(math.log2(num_seqs), self._batch_nodes, values)
-                         for values in self._alpha_decode.values()) if high > low else (None, None)
-            if near is None or far is None:
-                only = interpolate(math.log2(num_seqs), self._batch_nodes, next(iter(self._alpha_decode.values())))
-                row = (only, np.zeros_like(only))
-            else:
-                slope = (far - near) / (high - low)
-                row = (near - slope * low, slope)
-            self._decode_alpha[num_seqs] = row
+            slope = (at[-1] - at[0]) / (high - low) if high > low else np.zeros_like(at[0])
+            first = at[0] - slope * low
+            row = self._decode_alpha[num_seqs] = (first, slope, first.tolist(), slope.tolist())
         return row
 
     def _attainable_share(self, prefill_tokens: float) -> Array:
@@ -321,24 +348,37 @@ class Srm:
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
         """One iteration on each split: eq. 1 with D_{p,sl} in it, then alpha."""
+        row, per_token, _, _ = self._decode_row(num_seqs, prefill_tokens)
+        first, slope, _, _ = self._alpha_row(num_seqs)
+        alpha = np.maximum(first + slope * (context_tokens / num_seqs), 0.5)
+        return (row + per_token * context_tokens) * alpha * self.recalibration.factors[DECODE]
+
+    def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
+        """One element of :meth:`decode_seconds`, to the last bit."""
+        _, _, row, per_token = self._decode_row(num_seqs, prefill_tokens)
+        _, _, first, slope = self._alpha_row(num_seqs)
+        alpha = first[index] + slope[index] * (context_tokens / num_seqs)
+        if alpha < 0.5:
+            alpha = 0.5
+        return (row[index] + per_token[index] * context_tokens) * alpha * self.recalibration.values[DECODE][index]
+
+    def _decode_row(self, num_seqs: int, prefill_tokens: int) -> tuple[Array, Array, list[float], list[float]]:
+        """Seconds without context and per context token, alpha and correction left out; as arrays and as lists."""
         # D_{p,sl} is read at quarter octaves of sl: finer than it is sampled, and few enough to keep.
-        beside = 0.0 if prefill_tokens <= 0 or self.blind else 2.0 ** (round(4 * math.log2(prefill_tokens)) / 4)
-        key = (num_seqs, beside)
-        rows = self._decode_rows.get(key)
+        octave = -1
+        if prefill_tokens > 0 and not self.blind:
+            octave = self._octaves.get(prefill_tokens, -1)
+            if octave < 0:
+                octave = self._octaves[prefill_tokens] = round(4 * math.log2(prefill_tokens))
+        rows = self._decode_rows.get((num_seqs, octave))
         if rows is None:
             if len(self._decode_rows) >= CACHE_ENTRIES:
                 self._decode_rows.clear()
-            bandwidth = self._bandwidth[DECODE] * self._attainable_share(beside)
+            bandwidth = self._bandwidth[DECODE] * self._attainable_share(2.0 ** (octave / 4) if octave >= 0 else 0.0)
             row, per_token = self._decode_theory(num_seqs, self._compute[DECODE], bandwidth)
-            rows = self._decode_rows[key] = (row * self.error, per_token * self.error)
-        first, slope = self._alpha_row(num_seqs)
-        alpha = first + slope * (context_tokens / num_seqs)
-        np.maximum(alpha, 0.5, out=alpha)
-        seconds = rows[1] * context_tokens
-        seconds += rows[0]
-        seconds *= alpha
-        seconds *= self.recalibration.factors[DECODE]
-        return seconds
+            row, per_token = row * self.error, per_token * self.error
+            rows = self._decode_rows[num_seqs, octave] = (row, per_token, row.tolist(), per_token.tolist())
+        return rows
 
     def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
         """A layer's operations per byte."""
@@ -363,6 +403,8 @@ class Oracle(Srm):
         self.name = "oracle"
         self.device = device
         self._works: dict[tuple[int, ...], StepWork] = {}
+        self._last_prefill: tuple[object, Array] = (None, np.empty(0))
+        self._last_decode: tuple[object, Array] = (None, np.empty(0))
 
     def _prefill_work(self, prompt_tokens: tuple[int, ...]) -> StepWork:
         found = self._works.get(prompt_tokens)
@@ -376,30 +418,33 @@ class Oracle(Srm):
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
         """The device's own answer beside that decode batch."""
         if decode is None:
-            return self._alone(prompt_tokens) * self.recalibration.factors[PREFILL]
-        seconds = self.device.prefill_seconds_all(self._prefill_work(prompt_tokens), self.splits,
-                                                  self.device.decode_work(*decode))
-        return seconds * self.error * self.recalibration.factors[PREFILL]
+            return super().prefill_seconds(prompt_tokens, None)
+        key = (prompt_tokens, decode)
+        if key != self._last_prefill[0]:
+            self._last_prefill = (key, self.error * self.device.prefill_seconds_all(
+                self._prefill_work(prompt_tokens), self.splits, self.device.decode_work(*decode)))
+        return self._last_prefill[1] * self.recalibration.factors[PREFILL]
 
-    def prefill_base(self, prompt_tokens: int) -> Array:
-        """The device's own answer for one prompt, alone."""
-        return self._alone((prompt_tokens,))
+    def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
+        """One element of :meth:`prefill_seconds`."""
+        return float(self.prefill_seconds(prompt_tokens, decode)[index])
 
-    def _alone(self, prompt_tokens: tuple[int, ...]) -> Array:
-        base = self._prefill_cache.get(prompt_tokens)
-        if base is None:
-            if len(self._prefill_cache) >= CACHE_ENTRIES:
-                self._prefill_cache.clear()
-            base = self.device.prefill_seconds_all(self._prefill_work(prompt_tokens), self.splits, None) * self.error
-            base.setflags(write=False)
-            self._prefill_cache[prompt_tokens] = base
+    def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
+        base: Array = self.device.prefill_seconds_all(self._prefill_work(prompt_tokens), self.splits, None) * self.error
         return base
+
+    def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
+        """One element of :meth:`decode_seconds`."""
+        return float(self.decode_seconds(num_seqs, context_tokens, prefill_tokens)[index])
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
         """The device's own answer beside a prefill of one prompt of that length."""
-        beside = self._prefill_work((prefill_tokens,)) if prefill_tokens > 0 else None
-        seconds = self.device.decode_seconds_all(self.device.decode_work(num_seqs, context_tokens), self.splits, beside)
-        return seconds * self.error * self.recalibration.factors[DECODE]
+        key = (num_seqs, context_tokens, prefill_tokens)
+        if key != self._last_decode[0]:
+            beside = self._prefill_work((prefill_tokens,)) if prefill_tokens > 0 else None
+            self._last_decode = (key, self.error * self.device.decode_seconds_all(
+                self.device.decode_work(num_seqs, context_tokens), self.splits, beside))
+        return self._last_decode[1] * self.recalibration.factors[DECODE]
 
 
 # --------------------------------------------------------------------------------------------- sampling

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet.errors import ConfigError
+from bullet.perf import Estimator
 from bullet.policies.base import PolicyContext, read_options
 from bullet.policies.twolane import decode_victims, fits
 from bullet.state import (
@@ -102,9 +103,12 @@ class Bullet:
         self.full = context.splits.full
         self.tpot_slo_s = context.tpot_slo_s
         self.layers_per_step: int = options["layers_per_step"]
+        self.partition: bool = options["partition"]
+        self.cap_next_step: bool = options["cap_next_step"]
         self._index_of = {int(d): i for i, d in enumerate(self.splits.decode_sms)}
         self._partitions = [Partition(self.num_sms - int(d), int(d)) for d in self.splits.decode_sms]
         self._shared = Partition(self.num_sms, self.num_sms)
+        self._all_decode = Partition(0, self.num_sms)
         #: Smallest admissible split index: decode never below its floor.
         self.floor = int(np.searchsorted(self.splits.decode_sms, options["decode_floor"] * self.num_sms - 1e-9))
         self.floor = min(self.floor, self.full - 1)
@@ -138,50 +142,45 @@ class Bullet:
     def _prefill(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
         present = self._present_prefill(state)
+        seqs = state.decode_seqs
+        beside = (seqs, state.decode_context_tokens) if seqs else None
+        ttft: _Forecast
         if batch is not None:
             # P runs and goes on: satisfied = every request of P meets its TTFT SLO under the present split.
-            tokens = batch.tokens
-            seconds = self.estimator.prefill_seconds(tokens, self._beside(state))
-            share = batch.layers_left / batch.num_layers
-            margin_s = batch.deadline_s - now_s - float(seconds[present]) * share
             admit: tuple[int, ...] = ()
-            ttft: _Forecast = _RunningBatch(self, state, now_s, seconds * share)
-            layers_left = batch.layers_left
+            tokens, layers_left = batch.tokens, batch.layers_left
+            ttft = _RunningBatch(self, state, now_s, beside, layers_left / batch.num_layers, 0.0)
+            margin_s = ttft.margin(present)
         else:
             order = self._sort(state, now_s, present)
             margin_s = self.queue_margin(state, now_s, present)
-            popped = self._pop(state, [state.queue[i] for i in order], present)
+            popped = self._pop(state, [state.queue.requests[i] for i in order], present)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
-                return Wait(published=Published(ttft_margin_s=margin_s), target=Partition(0, self.num_sms),
-                            reason="kv-full")
+                return Wait(None, Published(ttft_margin_s=margin_s), Partition(0, self.num_sms), "kv-full")
             admit = tuple(r.id for r in popped)
-            tokens = tuple(r.known_tokens for r in popped)
-            seconds = self.estimator.prefill_seconds(tokens, self._beside(state))
-            share = 1.0
+            tokens, layers_left = tuple(r.known_tokens for r in popped), state.num_layers
             ttft = _PoppedBatch(self, state, now_s)
-            layers_left = state.num_layers
         published = Published(ttft_margin_s=margin_s)
-        satisfied = margin_s >= 0
         layers = min(self.layers_per_step, layers_left)
 
         def launch(sms: int, index: int, target: Partition, reason: str) -> PrefillStep:
-            predicted_s = float(seconds[index]) * layers / state.num_layers
+            predicted_s = self.estimator.prefill_at(tokens, beside, index) * layers / state.num_layers
             return PrefillStep(sms, layers, admit, predicted_s, published, target, (), reason)
 
-        if not self.options["partition"]:
+        if not self.partition:
             return launch(self.num_sms, self.full, self._shared, "shared")
-        if not state.decode_seqs:  # no decodes: p = N
+        if not seqs:  # no decodes: p = N
             return launch(self.num_sms, self.full, Partition(self.num_sms, 0), "no-decode")
 
-        step_s = self._decode_seconds(state, sum(tokens))
+        step = self._decode_step(state, sum(tokens))
         limit_s = self._limit(state, now_s)
         tpot_margin_s = state.decode_published.tpot_margin_s
         tpot_met = tpot_margin_s is None or tpot_margin_s >= 0
-        kv_full = self._kv_full(state, admit)
-        index, reason = self._choose(state, now_s, satisfied, tpot_met, step_s, limit_s, ttft, kv_full)
+        kv_full = bool(state.queue.requests) and self._kv_full(state, admit)
+        index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, step, limit_s, ttft, kv_full)
         partition = self._partitions[index]
-        if (reason == "reduce-decode" and DECODE not in state.in_flight and not kv_full
-                and self._delayed(now_s, float(step_s[index]), limit_s, ttft.margin(index)) is not None):
+        if (reason == "reduce-decode" and DECODE not in state.in_flight and ttft.margin(index) < 0
+                and self._delayed(now_s, step.at(index), limit_s) is not None):
             # Delayed decode: prefill has the device to itself until decode's latest start.
             return launch(self.num_sms, self.full, partition, "delayed-decode")
         return launch(partition.prefill_sms, index, partition, reason)
@@ -191,76 +190,74 @@ class Bullet:
         if victims and len(victims) >= state.decode_seqs:
             raise AssertionError(f"one request outgrew the KV cache: {state.decode_seqs} decoding")
         batch = state.prefill
-        tokens = sum(batch.tokens) if batch is not None else 0
-        step_s = self._decode_seconds(state, tokens)
+        step = self._decode_step(state, sum(batch.tokens) if batch is not None else 0)
         limit_s = self._limit(state, now_s)
         present = self._present_decode(state)
-        published = Published(tpot_margin_s=limit_s - float(step_s[present]))
+        tpot_margin_s = limit_s - step.at(present)
+        published = Published(tpot_margin_s=tpot_margin_s)
 
-        def launch(sms: int, index: int, target: Partition | None, reason: str) -> DecodeStep:
+        def launch(sms: int, index: int, target: Partition, reason: str) -> DecodeStep:
             self._delay_until_s = None
-            return DecodeStep(sms, float(step_s[index]), published, target, victims, reason)
+            return DecodeStep(sms, step.at(index), published, target, victims, reason)
 
-        if not self.options["partition"]:
+        if not self.partition:
             return launch(self.num_sms, self.full, self._shared, "shared")
         if batch is None:  # no prefill work: d = N
-            return launch(self.num_sms, self.full, Partition(0, self.num_sms), "no-prefill")
+            return launch(self.num_sms, self.full, self._all_decode, "no-prefill")
 
-        seconds = self.estimator.prefill_seconds(batch.tokens, self._beside(state))
         flight = state.in_flight.get(PREFILL)
-        flying_s = 0.0 if flight is None else flight.remaining_s(now_s)
-        flying = flight.step.layers if flight is not None and isinstance(flight.step, PrefillStep) else 0
-        share = (batch.layers_left - flying) / batch.num_layers
-        ttft = _RunningBatch(self, state, now_s, seconds * share + flying_s)
+        flying_s, layers = 0.0, batch.layers_left
+        if flight is not None and isinstance(flight.step, PrefillStep):
+            flying_s = flight.remaining_s(now_s)
+            layers -= flight.step.layers
+        beside = (state.decode_seqs, state.decode_context_tokens)
+        ttft = _RunningBatch(self, state, now_s, beside, layers / batch.num_layers, flying_s)
         ttft_margin_s = state.prefill_published.ttft_margin_s
         satisfied = ttft_margin_s is None or ttft_margin_s >= 0
-        kv_full = self._kv_full(state, ())
-        index, reason = self._choose(state, now_s, satisfied, limit_s >= float(step_s[present]), step_s, limit_s, ttft,
-                                     kv_full)
+        kv_full = bool(state.queue.requests) and self._kv_full(state, ())
+        index, reason = self._choose(state, now_s, satisfied, tpot_margin_s >= 0, step, limit_s, ttft, kv_full)
         partition = self._partitions[index]
-        if self._tail_is_short(state, seconds, share, flying_s, index, float(step_s[index])):
+        if self._tail_is_short(state, ttft, index, step.at(index)):
             return launch(self.num_sms, self.full, partition, "hand-over")
-        if reason == "reduce-decode" and not kv_full and not victims and state.prefill is not None:
-            until_s = self._delayed(now_s, float(step_s[index]), limit_s, ttft.margin(index))
+        if reason == "reduce-decode" and not victims and ttft.margin(index) < 0:
+            until_s = self._delayed(now_s, step.at(index), limit_s)
             if until_s is not None:
-                self._delay_until_s = self._delay_until_s or now_s + self.options["delay_limit"] * self.tpot_slo_s
+                if self._delay_until_s is None:
+                    self._delay_until_s = now_s + self.options["delay_limit"] * self.tpot_slo_s
                 return Wait(until_s, published, partition, "delayed-decode")
         return launch(partition.decode_sms, index, partition, reason)
 
     # ---- the branches of Algorithm 1 -------------------------------------------------------------
 
-    def _choose(self, state: SystemState, now_s: float, satisfied: bool, tpot_met: bool, step_s: NDArray[np.float64],
+    def _choose(self, state: SystemState, now_s: float, satisfied: bool, tpot_met: bool, step: _DecodeForecast,
                 limit_s: float, ttft: _Forecast, kv_full: bool) -> tuple[int, str]:
         """Index of the split and the branch that chose it."""
         if kv_full:
             return self._free_kv(ttft), "kv-full"
-        cap_s = min(limit_s, self.tpot_slo_s) if self.options["cap_next_step"] else limit_s
+        cap_s = min(limit_s, self.tpot_slo_s) if self.cap_next_step else limit_s
         present = self._present_decode(state)
         if not satisfied and not tpot_met:
-            return self._set_balanced(state, now_s, step_s, ttft), "balanced"
+            return self._set_balanced(state, now_s, step, ttft), "balanced"
         if tpot_met:
             # ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO.
-            met = step_s[self.floor : min(present, self.full - 1) + 1] <= cap_s
-            first = int(met.argmax()) if len(met) else 0
-            if len(met) and met[first]:
-                return self.floor + first, "reduce-decode"
+            found = step.first_within(cap_s, self.floor, min(present, self.full - 1))
+            if found is not None:
+                return found, "reduce-decode"
             if self.floor <= present < self.full and state.target.prefill_sms:
                 return present, "keep"
-            return self._set_balanced(state, now_s, step_s, ttft), "balanced"
+            return self._set_balanced(state, now_s, step, ttft), "balanced"
         # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
-        met = step_s[self.floor : self.full] <= cap_s
         in_time = ttft.met(self.floor, self.full)
-        both = met & in_time
+        both = (step.all()[self.floor : self.full] <= cap_s) & in_time
         first = int(both.argmax())
         if both[first]:
             return self.floor + first, "reduce-prefill"
         keeps = np.flatnonzero(in_time)
         if len(keeps):
             return self.floor + int(keeps[-1]), "reduce-prefill"
-        return self._set_balanced(state, now_s, step_s, ttft), "balanced"
+        return self._set_balanced(state, now_s, step, ttft), "balanced"
 
-    def _set_balanced(self, state: SystemState, now_s: float, step_s: NDArray[np.float64],
-                      ttft: _Forecast) -> int:
+    def _set_balanced(self, state: SystemState, now_s: float, step: _DecodeForecast, ttft: _Forecast) -> int:
         """SetBalancedSM: minimise max(P90(ttft) / SLO, P90(tpot) / SLO) over the splits, ties to the larger p.
 
         The first falls and the second rises with p, so the best split is where they cross: bisect for the smallest
@@ -276,7 +273,7 @@ class Bullet:
             age_s = np.concatenate((age_s, [now_s + ahead_s - (r.first_token_s or now_s) for r in state.ready]))
 
         def tpot(index: int) -> float:
-            return p90((age_s + step_s[index]) / gained) / self.tpot_slo_s
+            return p90((age_s + step.at(index)) / gained) / self.tpot_slo_s
 
         low, high = self.floor, self.full - 1
         while low < high:
@@ -297,45 +294,36 @@ class Bullet:
             return self.floor + int(keeps[-1])
         return min(self.full - 1, max(self.floor, int(np.searchsorted(self.splits.decode_sms, 2 * self.num_sms / 9))))
 
-    def _delayed(self, now_s: float, step_s: float, limit_s: float, ttft_margin_s: float) -> float | None:
-        """Latest start of a delayed decode step, or ``None``: considered when TTFT is lost under the chosen split."""
-        if not self.options["delayed_decode"] or ttft_margin_s >= 0:
+    def _delayed(self, now_s: float, step_s: float, limit_s: float) -> float | None:
+        """Latest start of a decode step that keeps P90(tpot), or ``None`` if that is now."""
+        if not self.options["delayed_decode"]:
             return None
-        allowed = self._delay_until_s or now_s + self.options["delay_limit"] * self.tpot_slo_s
-        until_s = min(now_s + limit_s - step_s, allowed)
+        # One TPOT SLO in all, from when the delay began: it is decided again at each prefill launch.
+        longest = now_s + self.options["delay_limit"] * self.tpot_slo_s if self._delay_until_s is None else self._delay_until_s
+        until_s = min(now_s + limit_s - step_s, longest)
         return until_s if until_s > now_s + 1e-6 else None
 
-    def _tail_is_short(self, state: SystemState, seconds: NDArray[np.float64], share: float, flying_s: float, index: int,
-                       step_s: float) -> bool:
+    def _tail_is_short(self, state: SystemState, ttft: _RunningBatch, index: int, step_s: float) -> bool:
         """Hand-over: what is left of prefill ends within one decode step, and no batch can follow."""
         mode = self.options["hand_over"]
-        if mode == "off":
+        left_s = ttft.left(index)
+        if mode == "off" or left_s >= step_s:
             return False
-        left_s = flying_s + float(seconds[index]) * share
-        if left_s >= step_s:
-            return False
-        if not len(state.queue):
-            return True
-        if mode == "queue":
-            for request in state.queue:
-                left_s += float(self.estimator.prefill_seconds((request.known_tokens,), None)[index])
-                if left_s >= step_s:
-                    return False
-            return True
-        return not any(fits(state, request) for request in state.queue)
+        waiting = state.queue.requests
+        if mode == "batch":
+            return not any(fits(state, request) for request in waiting)
+        for request in waiting:
+            left_s += self.estimator.prefill_at((request.known_tokens,), None, index)
+        return left_s < step_s
 
     # ---- estimates -------------------------------------------------------------------------------
 
-    def _decode_seconds(self, state: SystemState, prefill_tokens: int) -> NDArray[np.float64]:
-        """The next iteration on every split, beside a prefill of that many tokens; waiting merges included."""
+    def _decode_step(self, state: SystemState, prefill_tokens: int) -> _DecodeForecast:
+        """The next iteration beside a prefill of that many tokens; waiting merges included."""
         context = state.decode_context_tokens
         if DECODE in state.in_flight:
-            context += len(state.decode)  # the iteration in flight adds a token to each
-        return self.estimator.decode_seconds(state.decode_seqs, context, prefill_tokens)
-
-    def _beside(self, state: SystemState) -> tuple[int, int] | None:
-        seqs = state.decode_seqs
-        return (seqs, state.decode_context_tokens) if seqs else None
+            context += state.decode.size  # the iteration in flight adds a token to each
+        return _DecodeForecast(self.estimator, state.decode_seqs, context, prefill_tokens)
 
     def _limit(self, state: SystemState, now_s: float) -> float:
         """How long the next decode step may be with P90(tpot) inside its SLO; infinity without decodes."""
@@ -405,7 +393,7 @@ class Bullet:
             only = queue[0]
             if only.first_token_s is not None:
                 return math.inf
-            own_s = float(self.estimator.prefill_seconds((only.known_tokens,), None)[index])
+            own_s = self.estimator.prefill_at((only.known_tokens,), None, index)
             return only.arrival_s + only.ttft_slo_s - now_s - self._ahead(state, now_s, index) - own_s
         order = self._last_order(state, now_s)
         done = np.cumsum(self._own(state, index)[order])
@@ -478,8 +466,9 @@ class Bullet:
         flight = state.in_flight.get(PREFILL)
         flying_s = 0.0 if flight is None else flight.remaining_s(now_s)
         flying = flight.step.layers if flight is not None and isinstance(flight.step, PrefillStep) else 0
-        whole = float(self.estimator.prefill_seconds(batch.tokens, self._beside(state))[index])
-        return flying_s + whole * (batch.layers_left - flying) / batch.num_layers
+        seqs = state.decode_seqs
+        whole_s = self.estimator.prefill_at(batch.tokens, (seqs, state.decode_context_tokens) if seqs else None, index)
+        return flying_s + whole_s * (batch.layers_left - flying) / batch.num_layers
 
     def _pop(self, state: SystemState, order: list[Request], index: int) -> list[Request]:
         """The head of Q, and more while a layer's flops per byte stay under the ridge point and whole prompts fit."""
@@ -511,16 +500,15 @@ class Bullet:
     def _kv_full(self, state: SystemState, admit: tuple[int, ...]) -> bool:
         """Whether a waiting head does not fit in KV. ``admit``: requests that leave the queue with this step."""
         queue = state.queue
-        if len(queue) == len(admit):
+        if len(queue.requests) == len(admit):
             return False
         if queue.version != self._largest_key:
             self._largest_key = queue.version
-            self._largest_blocks = state.kv.blocks_for(int(queue.known_tokens.max()))
-        leaving = [r for r in queue if r.id in admit] if admit else []
-        taken = sum(state.kv.blocks_for(r.known_tokens) for r in leaving)
-        if state.kv.free_blocks - taken > 2 * self._largest_blocks + state.decode_seqs:
+            self._largest_blocks = state.kv.blocks_for(max(r.known_tokens for r in queue.requests))
+        if state.kv.free_blocks > (1 + len(admit)) * self._largest_blocks + state.decode_seqs:
             return False  # whichever is the head, it fits
-        waiting = [r for r in queue if r.id not in admit]
+        taken = sum(state.kv.blocks_for(r.known_tokens) for r in queue.requests if r.id in admit)
+        waiting = [r for r in queue.requests if r.id not in admit]
         head = min(waiting, key=lambda r: (r.first_token_s is None, r.known_tokens, r.id))
         return not fits(state, head, taken)
 
@@ -538,26 +526,66 @@ class _Forecast(Protocol):
         """P90(ttft / SLO) over P and Q."""
 
 
-class _RunningBatch:
-    """P runs: every request of P must be in time. ``left_s``: seconds until P is done, over all splits."""
+class _DecodeForecast:
+    """The next decode step's seconds under each split: one at a time, or all at once."""
 
-    def __init__(self, policy: Bullet, state: SystemState, now_s: float, left_s: NDArray[np.float64]) -> None:
+    __slots__ = ("context_tokens", "estimator", "prefill_tokens", "seqs")
+
+    def __init__(self, estimator: Estimator, seqs: int, context_tokens: int, prefill_tokens: int) -> None:
+        self.estimator = estimator
+        self.seqs = seqs
+        self.context_tokens = context_tokens
+        self.prefill_tokens = prefill_tokens
+
+    def at(self, index: int) -> float:
+        """Seconds under one split."""
+        return self.estimator.decode_at(self.seqs, self.context_tokens, self.prefill_tokens, index)
+
+    def all(self) -> NDArray[np.float64]:
+        """Seconds under all splits."""
+        return self.estimator.decode_seconds(self.seqs, self.context_tokens, self.prefill_tokens)
+
+    def first_within(self, limit_s: float, first: int, last: int) -> int | None:
+        """The first split of ``first .. last`` whose step takes at most ``limit_s``: mostly one of the first few."""
+        for index in range(first, min(first + 4, last + 1)):
+            if self.at(index) <= limit_s:
+                return index
+        if last < first + 4:
+            return None
+        met = self.all()[first + 4 : last + 1] <= limit_s
+        found = int(met.argmax())
+        return first + 4 + found if met[found] else None
+
+
+class _RunningBatch:
+    """P runs: every request of P must be in time. ``share`` of its layers is to launch after ``flying_s`` in flight."""
+
+    __slots__ = ("beside", "flying_s", "now_s", "policy", "share", "slack_s", "state", "tokens")
+
+    def __init__(self, policy: Bullet, state: SystemState, now_s: float, beside: tuple[int, int] | None, share: float,
+                 flying_s: float) -> None:
         batch = state.prefill
         assert batch is not None
-        self.policy, self.state, self.now_s, self.left_s = policy, state, now_s, left_s
-        self.requests = batch.requests
+        self.policy, self.state, self.now_s, self.beside = policy, state, now_s, beside
+        self.tokens, self.share, self.flying_s = batch.tokens, share, flying_s
         self.slack_s = batch.deadline_s - now_s
 
+    def left(self, index: int) -> float:
+        """Seconds until P is done under one split."""
+        return self.flying_s + self.share * self.policy.estimator.prefill_at(self.tokens, self.beside, index)
+
     def margin(self, index: int) -> float:
-        return self.slack_s - float(self.left_s[index])
+        return self.slack_s - self.left(index)
 
     def met(self, first: int, last: int) -> NDArray[np.bool_]:
-        met: NDArray[np.bool_] = self.left_s[first:last] <= self.slack_s
+        seconds = self.policy.estimator.prefill_seconds(self.tokens, self.beside)[first:last]
+        met: NDArray[np.bool_] = self.flying_s + self.share * seconds <= self.slack_s
         return met
 
     def ratio(self, index: int) -> float:
-        left_s, now_s = float(self.left_s[index]), self.now_s
-        own = [(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in self.requests if r.first_token_s is None]
+        left_s, now_s, batch = self.left(index), self.now_s, self.state.prefill
+        assert batch is not None
+        own = [(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in batch.requests if r.first_token_s is None]
         behind = self.policy.queue_ratios(self.state, now_s, index, left_s)
         return p90(np.concatenate((own, behind)))
 
