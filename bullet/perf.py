@@ -100,21 +100,23 @@ class Recalibration:
         self.enabled = enabled
         self.weight = weight
         self.num_sms = splits.num_sms
-        length = splits.full + 1
-        self.factors: dict[str, Array] = {PREFILL: np.ones(length), DECODE: np.ones(length)}
-        #: The same numbers as plain lists: a single one is read far more often than all of them.
-        self.values: dict[str, list[float]] = {PREFILL: [1.0] * length, DECODE: [1.0] * length}
-        self._log: dict[str, list[float | None]] = {p: [None] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
-        self._mean = {PREFILL: 0.0, DECODE: 0.0}
         own = {PREFILL: np.append(splits.prefill_sms, splits.num_sms),
                DECODE: np.append(splits.decode_sms, splits.num_sms)}
-        # Splits are in order of SMs, so a bucket's members are a slice.
-        self._members: dict[str, list[slice]] = {}
-        for phase, sms in own.items():
-            buckets = np.array([self.bucket(int(s)) for s in sms])
-            found = [np.flatnonzero(buckets == b) for b in range(self.BUCKETS + 1)]
-            self._members[phase] = [slice(int(f[0]), int(f[-1]) + 1) if len(f) else slice(0, 0) for f in found]
-        self._unseen = {phase: [b for b, m in enumerate(members) if m.stop] for phase, members in self._members.items()}
+        #: Bucket of each split, and of the whole device last.
+        self.bucket_of = {phase: [self.bucket(int(s)) for s in sms] for phase, sms in own.items()}
+        self._log: dict[str, list[float | None]] = {p: [None] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
+        self._mean = {PREFILL: 0.0, DECODE: 0.0}
+        #: Correction of each bucket: read one at a time far more often than over all splits.
+        self.factor = {p: [1.0] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
+        self._unseen = {p: list(range(self.BUCKETS + 1)) for p in (PREFILL, DECODE)}
+        self._arrays: dict[str, Array | None] = {PREFILL: None, DECODE: None}
+
+    def over_splits(self, phase: str) -> Array:
+        """Corrections over all splits; not to be written to."""
+        array = self._arrays[phase]
+        if array is None:
+            array = self._arrays[phase] = np.array(self.factor[phase])[self.bucket_of[phase]]
+        return array
 
     def bucket(self, sms: int) -> int:
         """Eighths of the device, and the whole device by itself."""
@@ -131,19 +133,16 @@ class Recalibration:
         after = (self._mean[phase] if before is None else before) + self.weight * error
         logs[bucket] = after
         self._mean[phase] += self.weight * (after - self._mean[phase])
-        self._set(phase, bucket, after)
+        factor = self.factor[phase]
+        factor[bucket] = math.exp(after)
+        self._arrays[phase] = None
         unseen = self._unseen[phase]
         if unseen:
-            if before is None and bucket in unseen:
+            if bucket in unseen:
                 unseen.remove(bucket)
+            mean = math.exp(self._mean[phase])
             for other in unseen:
-                self._set(phase, other, self._mean[phase])
-
-    def _set(self, phase: str, bucket: int, log: float) -> None:
-        members = self._members[phase][bucket]
-        factor = math.exp(log)
-        self.factors[phase][members] = factor
-        self.values[phase][members] = [factor] * (members.stop - members.start)
+                factor[other] = mean
 
 
 # ---------------------------------------------------------------------------------------- published form
@@ -189,6 +188,7 @@ class Srm:
         self.blind = blind
         self.error = error
         self.recalibration = Recalibration(splits, enabled=recalibrate)
+        self._factor, self._bucket_of = self.recalibration.factor, self.recalibration.bucket_of
         n = splits.num_sms
         self._own = {PREFILL: np.append(splits.prefill_sms, n), DECODE: np.append(splits.decode_sms, n)}
         self._compute = {phase: gpu.peak_flops * own / n for phase, own in self._own.items()}
@@ -292,11 +292,11 @@ class Srm:
 
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
         """Eq. 1 and 2; contention leaves prefill alone (section 3.2.3), so ``decode`` is not used."""
-        return self._prefill_row(prompt_tokens)[0] * self.recalibration.factors[PREFILL]
+        return self._prefill_row(prompt_tokens)[0] * self.recalibration.over_splits(PREFILL)
 
     def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
         """One element of :meth:`prefill_seconds`, to the last bit."""
-        return self._prefill_row(prompt_tokens)[1][index] * self.recalibration.values[PREFILL][index]
+        return self._prefill_row(prompt_tokens)[1][index] * self._factor[PREFILL][self._bucket_of[PREFILL][index]]
 
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt, before online correction."""
@@ -321,7 +321,7 @@ class Srm:
 
     def prefill_correction(self) -> Array:
         """Online correction of prefill on each split."""
-        return self.recalibration.factors[PREFILL]
+        return self.recalibration.over_splits(PREFILL)
 
     def _alpha_of_decode(self, num_seqs: int, context_tokens: int) -> Array:
         first, slope, _, _ = self._alpha_row(num_seqs)
@@ -351,7 +351,7 @@ class Srm:
         row, per_token, _, _ = self._decode_row(num_seqs, prefill_tokens)
         first, slope, _, _ = self._alpha_row(num_seqs)
         alpha = np.maximum(first + slope * (context_tokens / num_seqs), 0.5)
-        return (row + per_token * context_tokens) * alpha * self.recalibration.factors[DECODE]
+        return (row + per_token * context_tokens) * alpha * self.recalibration.over_splits(DECODE)
 
     def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
         """One element of :meth:`decode_seconds`, to the last bit."""
@@ -360,7 +360,8 @@ class Srm:
         alpha = first[index] + slope[index] * (context_tokens / num_seqs)
         if alpha < 0.5:
             alpha = 0.5
-        return (row[index] + per_token[index] * context_tokens) * alpha * self.recalibration.values[DECODE][index]
+        return (row[index] + per_token[index] * context_tokens) * alpha * (
+            self._factor[DECODE][self._bucket_of[DECODE][index]])
 
     def _decode_row(self, num_seqs: int, prefill_tokens: int) -> tuple[Array, Array, list[float], list[float]]:
         """Seconds without context and per context token, alpha and correction left out; as arrays and as lists."""
@@ -423,7 +424,7 @@ class Oracle(Srm):
         if key != self._last_prefill[0]:
             self._last_prefill = (key, self.error * self.device.prefill_seconds_all(
                 self._prefill_work(prompt_tokens), self.splits, self.device.decode_work(*decode)))
-        return self._last_prefill[1] * self.recalibration.factors[PREFILL]
+        return self._last_prefill[1] * self.recalibration.over_splits(PREFILL)
 
     def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
         """One element of :meth:`prefill_seconds`."""
@@ -444,7 +445,7 @@ class Oracle(Srm):
             beside = self._prefill_work((prefill_tokens,)) if prefill_tokens > 0 else None
             self._last_decode = (key, self.error * self.device.decode_seconds_all(
                 self.device.decode_work(num_seqs, context_tokens), self.splits, beside))
-        return self._last_decode[1] * self.recalibration.factors[DECODE]
+        return self._last_decode[1] * self.recalibration.over_splits(DECODE)
 
 
 # --------------------------------------------------------------------------------------------- sampling

@@ -133,6 +133,8 @@ class Simulation:
         self.policy_reads_mean = config.slo.ttft_slo_policy == "mean_length"
 
         self.env = simpy.Environment()
+        self._tick = simpy.Event(self.env)
+        self._tick._ok, self._tick._value = True, None
         self.now_s = 0.0
         self.next_arrival = 0
         self.wait_until_s: dict[str, float] = {}
@@ -183,8 +185,9 @@ class Simulation:
         # simpy's clock only orders events; `next_s` is exact, where now + (next - now) may be an ulp off.
         self.next_s = at_s
         delay_s = at_s - self.env._now  # the property costs as much as the subtraction
-        event = simpy.Timeout(self.env, delay_s if delay_s > 0.0 else 0.0)
-        event.callbacks.append(self._boundary)
+        event = self._tick  # the one pending event, used again and again
+        event.callbacks = [self._boundary]
+        self.env.schedule(event, delay=delay_s if delay_s > 0.0 else 0.0)
 
     def _boundary(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
