@@ -351,7 +351,8 @@ class Srm:
         row, per_token, _, _ = self._decode_row(num_seqs, prefill_tokens)
         first, slope, _, _ = self._alpha_row(num_seqs)
         alpha = np.maximum(first + slope * (context_tokens / num_seqs), 0.5)
-        return (row + per_token * context_tokens) * alpha * self.recalibration.over_splits(DECODE)
+        seconds: Array = (row + per_token * context_tokens) * alpha * self.recalibration.over_splits(DECODE)
+        return seconds
 
     def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
         """One element of :meth:`decode_seconds`, to the last bit."""

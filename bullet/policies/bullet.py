@@ -275,14 +275,17 @@ class Bullet:
         def tpot(index: int) -> float:
             return p90((age_s + step.at(index)) / gained) / self.tpot_slo_s
 
-        low, high = self.floor, self.full - 1
+        # The cap on the next step holds here too where any split can meet it: P90 says nothing of one long step.
+        capped = step.first_within(self.tpot_slo_s, self.floor, self.full - 1) if self.cap_next_step else None
+        first = self.floor if capped is None else capped
+        low, high = first, self.full - 1
         while low < high:
             middle = (low + high) // 2
             if ttft.ratio(middle) >= tpot(middle):
                 high = middle
             else:
                 low = middle + 1
-        if low > self.floor and max(ttft.ratio(low - 1), tpot(low - 1)) <= max(ttft.ratio(low), tpot(low)):
+        if low > first and max(ttft.ratio(low - 1), tpot(low - 1)) <= max(ttft.ratio(low), tpot(low)):
             low -= 1
         return low
 
