@@ -1,0 +1,305 @@
+"""Measured samples: one tidy table, a row a (shape, lane, co-runner), provenance on every row.
+
+While a sweep runs, rows are appended to a journal of JSON lines: a cut-off loses at most the line being written. At
+the end :func:`finalise` adds what needs all rows (drift, slow-down) and :func:`write_parquet` writes the table.
+Nothing here imports torch; pyarrow is imported where a parquet file is read or written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from bullet.errors import ProfileError
+
+SCHEMA = "bullet-samples"
+SCHEMA_VERSION = 1
+DRIFT_LIMIT = 0.05
+"""A row between anchors further than this from the run's median anchor is marked, and left out of slow-downs."""
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    # What was measured
+    "id": ("str", "key of the measurement: same key, same measurement; resuming goes by it"),
+    "kind": ("str", "solo | corun | control | anchor"),
+    "tier": ("str", "part of the plan that asked for it"),
+    "op": ("str", "operation timed: gemm_*, prefill_attention, decode_attention, norm, copy, *_layer"),
+    "phase": ("str", "prefill | decode | either"),
+    "tokens": ("int", "new tokens over the whole batch (rows of a GEMM)"),
+    "batch": ("int", "sequences"),
+    "context_tokens": ("int", "per sequence: past tokens (prefill) or tokens attended (decode)"),
+    "flops": ("float", "operations of one repetition (bullet.work)"),
+    "bytes": ("float", "least bytes of one repetition (bullet.work)"),
+    # Where
+    "backend": ("str", "green-context | software | none | cpu | simulated"),
+    "partition": ("str", "proven | unproven | none: whether the SM partition was checked with %smid in this process"),
+    "partition_note": ("str", "why it is unproven, or what stands in for a partition"),
+    "lane": ("str", "prefill | decode | full"),
+    "unit": ("str", "SM | thread"),
+    "sms": ("int", "units granted to the lane"),
+    "split_prefill_sms": ("int", "the pair's prefill side as granted; null without a partition"),
+    "split_decode_sms": ("int", "the pair's decode side as granted; null without a partition"),
+    "device_sms": ("int", "units of the whole device"),
+    # Beside what
+    "corunner": ("str", "idle | alu_spin | memory_stream | an operation"),
+    "corunner_tokens": ("int", "as tokens, of the co-runner; null if none"),
+    "corunner_batch": ("int", "as batch"),
+    "corunner_context_tokens": ("int", "as context_tokens"),
+    "corunner_sms": ("int", "units of the co-runner's lane"),
+    "corunner_bytes_per_s": ("float", "least bytes that it moved over its window's seconds; null if none"),
+    # Result: seconds of one repetition
+    "median_s": ("float", "median over samples"),
+    "p20_s": ("float", "20th percentile"),
+    "p80_s": ("float", "80th percentile"),
+    "samples": ("int", "timed replays kept"),
+    "repeats": ("int", "repetitions inside one replay"),
+    "window_s": ("float", "seconds in which both lanes were busy; null alone"),
+    "slowdown": ("float", "median_s over the median alone on the same lane; null where that was not measured"),
+    "drift": ("float", "anchors around this row over the run's median anchor, minus 1; null without anchors"),
+    "drift_ok": ("bool", "|drift| within the limit"),
+    # When, and on what
+    "order": ("int", "position in the run"),
+    "run": ("int", "0, 1, ..: which call of the sweep appended it"),
+    "seed": ("int", "seed of the order"),
+    "measured_at": ("str", "UTC, ISO 8601"),
+    "clock_sm_hz": ("float", "SM clock just after, read only; null if unknown"),
+    "clock_mem_hz": ("float", "memory clock"),
+    "temperature_c": ("float", "GPU temperature"),
+    "power_w": ("float", "board power"),
+    "busy": ("bool", "another process was on the card"),
+    "source": ("str", "measured | simulated"),
+    "model": ("str", "model whose shapes these are"),
+    "dtype": ("str", "element type"),
+    "gpu": ("str", "device name; 'CPU, no partition' on a CPU"),
+    "compute_capability": ("str", "major.minor"),
+    "driver": ("str", "driver version"),
+    "cuda": ("str", "CUDA version that torch was built for"),
+    "torch": ("str", "torch version"),
+    "triton": ("str", "triton version"),
+    "bullet": ("str", "version of this project"),
+}
+_TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
+REQUIRED = ("id", "kind", "op", "backend", "partition", "lane", "sms", "device_sms", "corunner", "median_s", "samples",
+            "source", "gpu", "measured_at")
+
+Row = dict[str, Any]
+
+
+def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
+    """The row with every column present (None where absent); :class:`ProfileError` names a wrong one."""
+    unknown = sorted(set(row) - set(COLUMNS))
+    if unknown:
+        raise ProfileError(f"{where}: unknown column {unknown[0]!r}: written by another version of this project?")
+    full: Row = {}
+    for name, (kind, _) in COLUMNS.items():
+        value = row.get(name)
+        if value is None:
+            if name in REQUIRED:
+                raise ProfileError(f"{where}: column {name!r} is missing")
+        elif not isinstance(value, _TYPES[kind]) or (kind == "int" and isinstance(value, bool)):
+            raise ProfileError(f"{where}: {name} = {value!r}: must be {kind}")
+        elif kind == "float" and not math.isfinite(value):
+            raise ProfileError(f"{where}: {name} = {value!r}: must be finite")
+        full[name] = value
+    return full
+
+
+# ------------------------------------------------------------------------------------------ the journal
+
+
+class Journal:
+    """Append-only rows on disk, flushed one by one. A context manager.
+
+    ``identity``: what must agree for rows to be comparable (gpu, source, backend). Opening an existing journal reads its
+    rows; :class:`ProfileError` if it is of another schema or identity, or broken anywhere but in its last line.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
+        self.path = path
+        self.identity = dict(identity)
+        self.rows: list[Row] = []
+        self.run = 0
+        try:
+            if path.exists() and path.stat().st_size:
+                header, self.rows, good_bytes = read_journal(path)
+                _require_same(path, header, self.identity)
+                self.run = 1 + max((row["run"] or 0 for row in self.rows), default=0)
+                if good_bytes < path.stat().st_size:
+                    os.truncate(path, good_bytes)  # half a line, from a run that was cut off
+                self._file: IO[str] = path.open("a", encoding="utf-8")
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("w", encoding="utf-8")
+                self._write({"schema": SCHEMA, "version": SCHEMA_VERSION, **self.identity})
+        except OSError as exc:
+            raise ProfileError(f"{path}: cannot be written ({exc.strerror}): choose another --out") from None
+
+    def append(self, row: Mapping[str, Any]) -> Row:
+        """Check, write and flush one row."""
+        full = check_row(row)
+        try:
+            self._write(full)
+        except OSError as exc:
+            raise ProfileError(f"{self.path}: cannot be written ({exc.strerror}): rows until here are kept") from None
+        self.rows.append(full)
+        return full
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def done(self) -> set[str]:
+        """Ids measured so far, anchors aside."""
+        return {row["id"] for row in self.rows if row["kind"] != "anchor"}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any], list[Row], int]:
+    """Header, rows, and the bytes that hold whole lines (a last line cut short is left out)."""
+    try:
+        raw = path.read_bytes()
+    except OSError as exc:
+        raise ProfileError(f"{path}: cannot be read ({exc.strerror})") from None
+    whole = raw[:raw.rfind(b"\n") + 1]
+    records = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise ProfileError(f"{path}: line {number} is not a JSON object: move the file away or choose another --out")
+        records.append(record)
+    if not records or records[0].get("schema") != SCHEMA:
+        raise ProfileError(f"{path}: not a {SCHEMA} file: move it away or choose another --out")
+    header = records[0]
+    if header.get("version") != SCHEMA_VERSION:
+        raise ProfileError(f"{path}: schema version {header.get('version')!r}, this version writes {SCHEMA_VERSION}: "
+                           "choose another --out")
+    rows = [check_row(r, f"{path}: line {i}") for i, r in enumerate(records[1:], 2)]
+    return header, rows, len(whole)
+
+
+def _require_same(path: Path, header: Mapping[str, Any], identity: Mapping[str, str]) -> None:
+    for name, value in identity.items():
+        if header.get(name) != value:
+            raise ProfileError(f"{path}: holds rows of {name} {header.get(name)!r}, this is {value!r}: "
+                               "choose another --out to start a new table")
+
+
+# ---------------------------------------------------------------------------------------- what needs all rows
+
+
+def finalise(rows: Sequence[Mapping[str, Any]], drift_limit: float = DRIFT_LIMIT) -> list[Row]:
+    """Rows with ``drift``, ``drift_ok`` and ``slowdown`` filled in; order kept, input untouched.
+
+    Drift: the mean of the anchors just before and just after the row, over the median anchor of its run, minus 1.
+    Slow-down: over the median of the rows alone on the same lane of the same split, drifted rows left out.
+    """
+    out = [dict(row) for row in rows]
+    anchors: dict[int, list[tuple[int, float]]] = {}
+    for row in out:
+        if row["kind"] == "anchor":
+            anchors.setdefault(row["run"] or 0, []).append((row["order"] or 0, row["median_s"]))
+    centre = {run: statistics.median(s for _, s in found) for run, found in anchors.items()}
+    for found in anchors.values():
+        found.sort()
+    for row in out:
+        found = anchors.get(row["run"] or 0)
+        row["drift"], row["drift_ok"] = None, None
+        if found:
+            at = bisect_right(found, (row["order"] or 0, math.inf))
+            around = [s for _, s in found[max(0, at - 1):at + 1]]
+            row["drift"] = statistics.fmean(around) / centre[row["run"] or 0] - 1
+            row["drift_ok"] = abs(row["drift"]) <= drift_limit
+    alone: dict[tuple[Any, ...], list[float]] = {}
+    for row in out:
+        if row["kind"] == "solo" and row["drift_ok"] is not False:
+            alone.setdefault(_lane_key(row), []).append(row["median_s"])
+    for row in out:
+        base = alone.get(_lane_key(row))
+        row["slowdown"] = None
+        if row["kind"] in ("corun", "control") and base:
+            row["slowdown"] = row["median_s"] / statistics.median(base)
+    return out
+
+
+def _lane_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    # Without a partition a lane is the whole device under either name.
+    lane = row["lane"] if row["split_prefill_sms"] is not None else "full"
+    return (row["model"], row["dtype"], row["op"], row["tokens"], row["batch"], row["context_tokens"], lane, row["sms"],
+            row["split_prefill_sms"], row["split_decode_sms"])
+
+
+def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> tuple[int, float]:
+    """How two tables of the same device agree: common ids, and the median of ``|a / b - 1|`` over their medians."""
+    by_id = {row["id"]: row["median_s"] for row in first if row["kind"] != "anchor"}
+    ratios = [abs(by_id[row["id"]] / row["median_s"] - 1) for row in second
+              if row["kind"] != "anchor" and row["id"] in by_id]
+    if not ratios:
+        raise ProfileError("the two tables have no measurement in common: same model, splits and axes are needed")
+    return len(ratios), statistics.median(ratios)
+
+
+# --------------------------------------------------------------------------------------------- parquet
+
+
+def arrow_schema() -> Any:
+    """The table's pyarrow schema."""
+    import pyarrow as pa
+
+    kinds = {"str": pa.dictionary(pa.int32(), pa.string()), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+    return pa.schema([pa.field(name, pa.string() if name in ("id", "measured_at") else kinds[kind],
+                               nullable=name not in REQUIRED) for name, (kind, _) in COLUMNS.items()])
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], metadata: Mapping[str, str]) -> None:
+    """Write the table, atomically. ``metadata``: free text about the run, stored in the file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    checked = [check_row(row) for row in rows]
+    text = {"schema": SCHEMA, "version": str(SCHEMA_VERSION), **metadata}
+    schema = arrow_schema().with_metadata(text)
+    columns = [pa.array([row[f.name] for row in checked],
+                        type=f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in schema]
+    columns = [c.dictionary_encode() if pa.types.is_dictionary(f.type) else c
+               for c, f in zip(columns, schema, strict=True)]
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        pq.write_table(pa.Table.from_arrays(columns, schema=schema), temporary, compression="zstd")
+        os.replace(temporary, path)
+    except OSError as exc:
+        temporary.unlink(missing_ok=True)
+        raise ProfileError(f"{path}: cannot be written ({exc.strerror or exc})") from None
+
+
+def read_parquet(path: Path) -> tuple[list[Row], dict[str, str]]:
+    """Rows and metadata; :class:`ProfileError` if the file is not such a table of this version."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as exc:
+        raise ProfileError(f"{path}: cannot be read as parquet ({str(exc).splitlines()[0]})") from None
+    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+    if metadata.get("schema") != SCHEMA:
+        raise ProfileError(f"{path}: not a {SCHEMA} table")
+    if metadata.get("version") != str(SCHEMA_VERSION):
+        raise ProfileError(f"{path}: schema version {metadata.get('version')!r}, this version reads {SCHEMA_VERSION}")
+    return [check_row(row, str(path)) for row in table.to_pylist()], metadata
