@@ -523,11 +523,9 @@ class SystemState:
         """Merge READY requests (returned), take the KV blocks of the coming tokens, launch."""
         if step.preempt:
             self._preempt(step.preempt, now_s)
-        merged = self.ready
-        if merged:
-            for request in merged:
-                self.decode.join(request)
-            self.ready = []
+        merged, self.ready = self.ready, []  # a new list: the driver keeps the merged one until the iteration ends
+        for request in merged:
+            self.decode.join(request)
         assert self.decode.size, f"{step}: nothing to decode"
         self.kv.take(self.decode.growth_blocks)
         self.in_flight[DECODE] = InFlight(step, now_s)

@@ -1,0 +1,76 @@
+"""The simulator against the brute-force engine of tests/reference.py: every token's time, to 1e-9."""
+
+import numpy as np
+import pytest
+
+from bullet.config import get_gpu, get_model, resolve_slo
+from bullet.device import DeviceModel
+from bullet.perf import make_estimator
+from bullet.policies import make_policy, needs_estimator
+from bullet.policies.base import PolicyContext
+from bullet.sim.driver import build_splits, simulate
+from bullet.workload import load_workload
+from tests.reference import SglangWalk, VllmWalk, two_lane
+from tests.worlds import A100, config, workload
+
+COUNT = 1500
+PLAIN = DeviceModel(A100.model, A100.gpu, A100.coefficients, cache=False)
+
+
+def rows(trace: str, rate: float, seed: int = 3) -> list[tuple[float, int, int]]:
+    c = config(workload__trace=trace, workload__rate_req_per_s=rate, workload__num_requests=COUNT + 40)
+    w = load_workload(c.workload, seed)
+    found = [(float(a), int(p), int(o)) for a, p, o in zip(w.arrival_s, w.prompt_tokens, w.output_tokens, strict=True)
+             if p + o < 12_000]
+    return found[:COUNT]
+
+
+def compare(outcome, tokens: dict[int, list[float]], preemptions: dict[int, int]) -> None:  # type: ignore[no-untyped-def]
+    r = outcome.requests
+    assert len(r) == COUNT
+    for i, first, last, made, preempted in zip(r["id"].tolist(), r["first_token_s"].tolist(), r["finish_s"].tolist(),
+                                               r["generated_tokens"].tolist(), r["preemptions"].tolist(), strict=True):
+        assert first == pytest.approx(tokens[i][0], abs=1e-9)
+        assert last == pytest.approx(tokens[i][-1], abs=1e-9)
+        assert (made, preempted) == (len(tokens[i]), preemptions[i])
+    gaps = np.sort(np.concatenate([np.diff(t) for t in tokens.values()]))
+    ours = np.sort(np.repeat(outcome.itl_s, outcome.itl_counts))
+    assert len(ours) == len(gaps)
+    assert np.abs(ours - gaps).max() < 1e-9
+
+
+@pytest.mark.parametrize(("policy", "trace", "rate", "kv_tokens", "preempts"), [
+    ("vllm-1024", "azure-conv", 6.45, 400_000, False), ("vllm-512", "sharegpt", 12.0, 60_000, True),
+    ("sglang-1024", "azure-code", 4.0, 400_000, False), ("sglang-2048", "sharegpt", 12.0, 16_000, True),
+    ("sglang-1024-mixed", "sharegpt", 9.0, 16_000, True)])
+def test_chunked(policy: str, trace: str, rate: float, kv_tokens: int, preempts: bool) -> None:
+    load = rows(trace, rate)
+    engine = (VllmWalk if policy.startswith("vllm") else SglangWalk)(PLAIN, kv_tokens // 16, int(policy.split("-")[1]))
+    if policy.endswith("mixed"):
+        engine.mixed = True  # type: ignore[union-attr]
+    walked = engine.run(load)
+    outcome = simulate(config(policy, debug=False, device__kv_tokens=kv_tokens), workload=workload(load))
+    compare(outcome, {w.id: w.tokens for w in walked}, {w.id: w.preemptions for w in walked})
+    assert preempts == any(w.preemptions for w in walked)
+
+
+@pytest.mark.parametrize(("policy", "trace", "rate", "kv_tokens"), [
+    ("bullet", "azure-conv", 6.45, 400_000), ("bullet", "sharegpt", 18.0, 60_000), ("bullet-literal", "azure-code", 5.0, 100_000),
+    ("static-96", "azure-code", 5.0, 400_000), ("naive", "sharegpt", 8.0, 60_000)])
+def test_two_lanes(policy: str, trace: str, rate: float, kv_tokens: int) -> None:
+    load = rows(trace, rate)
+    c = config(policy, debug=False, device__kv_tokens=kv_tokens, workload__trace=trace)
+    w = workload(load)
+    slo = resolve_slo(c.slo, trace, w.mean_prompt_tokens)
+    assert slo.tpot_s is not None
+    assert slo.ttft_s_per_token is not None
+    splits = build_splits(c, 108)
+    model, gpu = get_model("llama-3.1-8b"), get_gpu("a100-80gb")
+    estimator = None
+    if needs_estimator(policy):
+        estimator = make_estimator("srm", device=PLAIN, model=model, gpu=gpu, splits=splits, seed=0)
+    brute = make_policy(policy, PolicyContext(model, gpu, splits, slo.tpot_s, estimator))
+    found = two_lane(brute, PLAIN, splits, kv_tokens // 16, load, slo.ttft_s_per_token * w.mean_prompt_tokens,
+                     c.device.publish_delay_s, c.device.reconfigure_s)
+    outcome = simulate(c, workload=w)
+    compare(outcome, {i: t for i, (t, _) in found.items()}, {i: p for i, (_, p) in found.items()})
