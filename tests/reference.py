@@ -47,7 +47,7 @@ class Walk:
         return self.prompt + len(self.tokens)
 
     def blocks(self, cached: int) -> int:
-        return sum(1 for position in range(cached) if position % BLOCK == 0)
+        return -(-cached // BLOCK)
 
 
 class Chunked:
@@ -87,7 +87,7 @@ class Chunked:
         coming, now = list(everyone), 0.0
         while coming or self.waiting or self.running:
             if not self.waiting and not self.running:
-                now = coming[0].arrival
+                now = max(now, coming[0].arrival)
             while coming and coming[0].arrival <= now:
                 self.waiting.append(coming.pop(0))
             plan = self.schedule()

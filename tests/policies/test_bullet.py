@@ -1,0 +1,393 @@
+"""Every branch of Algorithm 1 on small states, with an estimator whose answers are a table.
+
+The toy device has 12 SMs in splits of 2: d = 2, 4, 6, 8, 10 at indices 0..4, and index 5 is "alone on all 12".
+Prefill of t tokens on p SMs takes t / p seconds (index 5: t / 12); a decode step takes ``STEP[index]``. TPOT SLO 1 s.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet.config import GPUS, MODELS
+from bullet.errors import ConfigError
+from bullet.policies.base import PolicyContext
+from bullet.policies.bullet import Bullet, BulletLiteral, order_statistic, p90
+from bullet.state import (
+    DECODE,
+    PREFILL,
+    DecodeStep,
+    KvCache,
+    Partition,
+    PrefillStep,
+    Published,
+    Request,
+    SplitTable,
+    SystemState,
+    Wait,
+)
+
+SPLITS = SplitTable.every(12)
+P = np.array([10, 8, 6, 4, 2, 12], dtype=float)
+
+
+class Tabulated:
+    name = "table"
+    splits = SPLITS
+
+    def __init__(self, step: tuple[float, ...] = (2.0, 1.0, 0.8, 0.6, 0.5, 0.4), intensity: float = 1e9) -> None:
+        self.step = np.array(step)
+        self.intensity = intensity
+        self.seen: list[tuple[str, int, float, float]] = []
+
+    def prefill_seconds(self, prompt_tokens, decode):
+        return sum(prompt_tokens) / P
+
+    def prefill_at(self, prompt_tokens, decode, index):
+        return float(sum(prompt_tokens) / P[index])
+
+    def prefill_base(self, prompt_tokens):
+        return prompt_tokens / P
+
+    def prefill_correction(self):
+        return np.ones(6)
+
+    def decode_seconds(self, num_seqs, context_tokens, prefill_tokens):
+        return self.step
+
+    def decode_at(self, num_seqs, context_tokens, prefill_tokens, index):
+        return float(self.step[index])
+
+    def prefill_intensity(self, prompt_tokens):
+        return self.intensity * len(prompt_tokens)
+
+    def ridge(self, index):
+        return 100.0
+
+    def observe(self, phase, sms, predicted_s, elapsed_s):
+        self.seen.append((phase, sms, predicted_s, elapsed_s))
+
+
+def policy(estimator: Tabulated | None = None, cls: type[Bullet] = Bullet, **options: object) -> Bullet:
+    context = PolicyContext(MODELS["tiny"], GPUS["a100-80gb"], SPLITS, 1.0, estimator or Tabulated(),
+                            {"layers_per_step": 1} | options)
+    return cls(context)
+
+
+def world(queue: list[tuple[float, int, float]] = (), running: list[tuple[float, int]] = (), *,  # type: ignore[assignment]
+          target: tuple[int, int] = (8, 4), batch: int | None = None, batch_slo: float = 100.0, layers_done: int = 0,
+          blocks: int = 1000) -> SystemState:
+    """``queue``: (arrival, tokens, SLO). ``running``: (first-token time, tokens generated). ``batch``: P's tokens."""
+    s = SystemState(SPLITS, KvCache(blocks), 4, Partition(*target))
+    number = 100
+    for first_s, generated in running:
+        request = Request(number, 0.0, 8, 1.0)
+        number += 1
+        s.arrive(request)
+        s.begin_prefill(PrefillStep(12, 4, (request.id,)), 0.0)
+        s.finish_prefill(first_s)
+        request.generated = generated
+        s.ready.remove(request)
+        s.kv.give_back(1)
+        s.kv.take(s.kv.blocks_for(request.known_tokens - 1))
+        s.decode.join(request)
+    if batch is not None:
+        s.arrive(Request(50, 0.0, batch, batch_slo))
+        s.begin_prefill(PrefillStep(8, max(layers_done, 1), (50,)), 0.0)
+        if layers_done:
+            s.finish_prefill(0.0)
+        else:
+            s.in_flight.clear()
+    for i, (arrival, tokens, slo) in enumerate(queue):
+        s.arrive(Request(i, arrival, tokens, slo))
+    return s
+
+
+# ---------------------------------------------------------------------------------- the two plain cases
+
+
+def test_no_decodes_gives_prefill_everything() -> None:
+    step = policy().next_step(PREFILL, world([(0.0, 24, 10.0)]), 1.0)
+    assert isinstance(step, PrefillStep)
+    assert (step.sms, step.admit, step.target, step.reason) == (12, (0,), Partition(12, 0), "no-decode")
+    assert step.predicted_s == pytest.approx(24 / 12 / 4)  # one layer of four
+    # TTFT estimated under the present split (8, 4): 1 s waited and 24 / 8 = 3 s to come, of 10.
+    assert step.published == Published(ttft_margin_s=pytest.approx(6.0))
+
+
+def test_no_prefill_gives_decode_everything() -> None:
+    step = policy().next_step(DECODE, world(running=[(0.0, 5)]), 1.0)
+    assert isinstance(step, DecodeStep)
+    assert (step.sms, step.target, step.predicted_s, step.reason) == (12, Partition(0, 12), 0.4, "no-prefill")
+
+
+# ---------------------------------------------------------------------------------- TPOT and its margin
+
+
+def test_tpot_margin_by_hand() -> None:
+    """(now - d + T) / (g + 1) <= 1: with 6 tokens (g = 5), first at 0, now 4: T may be 2 s; the present d = 4 takes 1 s."""
+    step = policy().next_step(DECODE, world(running=[(0.0, 6)], batch=80), 4.0)
+    assert step.published == Published(tpot_margin_s=pytest.approx(6 - 4 - 1.0))
+
+
+def test_a_step_in_flight_counts_its_token_and_its_remainder() -> None:
+    """Under a candidate: (now - d + remainder + T) / (g + 2): g = 5, now 4, remainder 0.75: T may be 7 - 4.75 = 2.25 s."""
+    s = world(running=[(0.0, 6)], batch=80)
+    s.begin_decode(DecodeStep(4, predicted_s=1.0), 3.75)
+    assert policy()._limit(s, 4.0) == pytest.approx(2.25)
+
+
+def test_waiting_to_merge_counts() -> None:
+    s = world(running=[(0.0, 6)])
+    s.arrive(Request(7, 0.0, 8, 1.0))
+    s.begin_prefill(PrefillStep(12, 4, (7,)), 3.0)
+    s.finish_prefill(3.5)
+    # Its next token is its second: (4 - 3.5 + T) / 1 <= 1: T <= 0.5; of two requests P90 is the worse.
+    assert policy()._limit(s, 4.0) == pytest.approx(0.5)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 30)), min_size=1, max_size=40), st.floats(0.01, 5))
+def test_the_limit_is_p90s(running: list[tuple[float, int]], step_s: float) -> None:
+    """A step meets P90(tpot) <= SLO exactly when it is no longer than the limit."""
+    limit = policy()._limit(world(running=running), 10.0)
+    tpot = sorted((10.0 - first + step_s) / generated for first, generated in running)
+    if abs(step_s - limit) > 1e-9:
+        assert (tpot[math.ceil(0.9 * len(tpot)) - 1] <= 1.0) == (step_s <= limit)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=50))
+def test_order_statistic_and_p90_by_sorting(values: list[float]) -> None:
+    array = np.array(values)
+    rank = math.ceil(0.9 * len(values))
+    assert p90(array) == sorted(values)[rank - 1]
+    assert (order_statistic(array) >= 0) == (sum(v >= 0 for v in values) >= rank)
+
+
+# --------------------------------------------------------------------------------------- the branches
+
+
+def choose(lane: str, s: SystemState, now: float, p: Bullet | None = None) -> tuple[str, Partition | None]:
+    step = (p or policy()).next_step(lane, s, now)
+    return step.reason, step.target
+
+
+def test_reduce_decode_takes_the_smallest_d_in_time() -> None:
+    """TPOT met: d = 2 takes 2 s, over the SLO of one step; d = 4 takes 1 s: kept. Without the cap d = 2 serves (limit 6 s)."""
+    s = world(running=[(0.0, 10)], batch=80, target=(6, 6))
+    assert choose(PREFILL, s, 4.0) == ("reduce-decode", Partition(8, 4))
+    assert choose(PREFILL, s, 4.0, policy(cap_next_step=False)) == ("reduce-decode", Partition(10, 2))
+    assert choose(PREFILL, s, 4.0, policy(cap_next_step=False, decode_floor=0.25)) == ("reduce-decode", Partition(8, 4))
+    # A present d of 0 or N counts as N.
+    for target in ((12, 0), (0, 12), (12, 12)):
+        s.target = Partition(*target)
+        assert choose(PREFILL, s, 4.0) == ("reduce-decode", Partition(8, 4))
+
+
+def test_reduce_decode_never_raises_d_and_keeps_the_split_if_none_serves() -> None:
+    s = world(running=[(0.0, 10)], batch=80, target=(10, 2))
+    assert choose(PREFILL, s, 4.0) == ("keep", Partition(10, 2))
+
+
+def test_reduce_decode_without_a_split_to_keep_balances() -> None:
+    slow = Tabulated((9.0, 8.0, 7.0, 6.0, 5.0, 4.0))
+    s = world(running=[(0.0, 10)], batch=80, target=(12, 0))
+    assert choose(PREFILL, s, 4.0, policy(slow))[0] == "balanced"
+
+
+def test_reduce_prefill_takes_the_largest_p_that_meets_both() -> None:
+    """TPOT lost (published), TTFT kept: g = 4, first at 0, now 4.3: T may be 0.7 s: d = 8. P (80 tokens on 4 SMs: 20 s)."""
+    s = world(running=[(0.0, 5)], batch=80)
+    s.decode_published = Published(tpot_margin_s=-0.1)
+    assert choose(PREFILL, s, 4.3) == ("reduce-prefill", Partition(4, 8))
+
+
+def test_reduce_prefill_keeps_ttft_if_both_cannot_be_met() -> None:
+    """P must end by 16: 80 / p + 4.4 <= 16 needs p >= 8 (10 s); T <= 0.6 needs d >= 8. The smallest p that keeps TTFT: 8."""
+    s = world(running=[(0.0, 5)], batch=80, batch_slo=16.0)
+    s.decode_published = Published(tpot_margin_s=-0.1)
+    assert choose(PREFILL, s, 4.4) == ("reduce-prefill", Partition(8, 4))
+
+
+def test_both_lost_balances_the_worse_ratio() -> None:
+    """P of 80 tokens, SLO 8, at t = 4: TTFT / SLO = (4 + 80 / p) / 8 = 1.5, 1.75, 2.17, 3, 5.5 for p = 10 .. 2.
+    One decode, g = 2, first at 0, so tpot = (4 + T) / 3 = 2.0, 1.67, 1.6, 1.53, 1.5 for d = 2 .. 10.
+    max = 2.0, 1.75, 2.17, ..: p = 8. With the cap d = 2 (2 s) was out anyway.
+    """
+    s = world(running=[(0.0, 3)], batch=80, batch_slo=8.0)
+    s.decode_published = Published(tpot_margin_s=-1.0)
+    for p in (policy(), policy(cap_next_step=False)):
+        assert choose(PREFILL, s, 4.0, p) == ("balanced", Partition(8, 4))
+
+
+@given(st.lists(st.floats(0.05, 5), min_size=6, max_size=6), st.integers(20, 400), st.floats(1, 60), st.integers(1, 8),
+       st.lists(st.tuples(st.floats(0, 3), st.integers(1, 100), st.floats(1, 50)), max_size=6))
+def test_balance_equals_an_exhaustive_search(steps: list[float], tokens: int, slo: float, generated: int,
+                                             queue: list[tuple[float, int, float]]) -> None:
+    table = Tabulated(tuple(sorted(steps, reverse=True)))
+    s = world(sorted(queue), [(0.0, generated)], batch=tokens, batch_slo=slo)
+    p = policy(table, decode_floor=0.0, cap_next_step=False, order="fcfs")
+    from bullet.policies.bullet import _DecodeForecast, _RunningBatch
+
+    ttft = _RunningBatch(p, s, 4.0, None, 1.0, 0.0)
+    worst = []
+    for i in range(5):
+        done = np.cumsum([tokens / P[i], *(t / P[i] for _, t, _ in sorted(queue))])
+        ratios = [(4.0 + done[0]) / slo, *((4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done[1:], strict=True))]
+        worst.append(max(p90(np.array(ratios)), (4.0 + table.step[i]) / generated))
+    found = p._set_balanced(s, 4.0, _DecodeForecast(table, 1, 1, tokens), ttft)
+    assert worst[found] == pytest.approx(min(worst))
+    assert all(w > worst[found] - 1e-12 for w in worst[:found])  # ties to the larger p
+
+
+# ------------------------------------------------------------------------- KV, delay, hand-over
+
+
+def test_kv_full_leaves_decode_its_share() -> None:
+    """The waiting head (800 tokens: 50 blocks) does not fit. The largest d up to N / 2 = 6 that keeps P's TTFT."""
+    s = world([(0.0, 800, 10.0)], [(0.0, 10)], batch=80, blocks=40)
+    assert choose(PREFILL, s, 4.0) == ("kv-full", Partition(6, 6))
+    assert choose(DECODE, s, 4.0) == ("kv-full", Partition(6, 6))
+    # P must end by 13: 80 / p <= 9 needs p >= 10: d = 2 at most.
+    s = world([(0.0, 800, 10.0)], [(0.0, 10)], batch=80, batch_slo=13.0, blocks=40)
+    assert choose(PREFILL, s, 4.0) == ("kv-full", Partition(10, 2))
+    # Nothing keeps it: 2N/9 = 2.67, so 4.
+    s = world([(0.0, 800, 10.0)], [(0.0, 10)], batch=80, batch_slo=5.0, blocks=40)
+    assert choose(PREFILL, s, 4.0) == ("kv-full", Partition(8, 4))
+
+
+def test_nothing_fits_and_nothing_runs_waits_for_decode_on_all_sms() -> None:
+    s = world([(0.0, 800, 10.0)], [(0.0, 10)], blocks=40)
+    step = policy().next_step(PREFILL, s, 4.0)
+    assert (type(step), step.reason, step.target) == (Wait, "kv-full", Partition(0, 12))
+    assert policy().next_step(DECODE, s, 4.0).sms == 12  # type: ignore[union-attr]
+
+
+def test_delayed_decode_waits_as_long_as_its_objective_allows() -> None:
+    """TTFT lost under the chosen split (80 / 8 = 10 s, SLO 5), TPOT met: g = 9, first at 0, now 4.5: T may be 5.5 s, the
+    step on d = 4 takes 1: decode could start at 9 and still keep its P90, but waits at most one SLO: until 5.5."""
+    p = policy()
+    s = world(running=[(0.0, 10)], batch=80, batch_slo=5.0)
+    prefill = p.next_step(PREFILL, s, 4.5)
+    assert (prefill.reason, prefill.sms, prefill.target) == ("delayed-decode", 12, Partition(8, 4))  # type: ignore[union-attr]
+    wait = p.next_step(DECODE, s, 4.5)
+    assert isinstance(wait, Wait)
+    assert (wait.until_s, wait.target) == (pytest.approx(5.5), Partition(8, 4))
+    # Asked again at the next launch: the delay is not extended. Then decode starts with that d.
+    assert p.next_step(DECODE, s, 5.0).until_s == pytest.approx(5.5)  # type: ignore[union-attr]
+    step = p.next_step(DECODE, s, 5.5)
+    assert (type(step), step.sms) == (DecodeStep, 4)  # type: ignore[union-attr]
+    assert choose(DECODE, s, 4.5, policy(delayed_decode=False))[0] == "reduce-decode"
+
+
+def test_delayed_decode_starts_early_when_slack_is_short() -> None:
+    """g = 5, now 4.5: T may be 1.5, the step takes 1: it starts at 5.0 at the latest."""
+    s = world(running=[(0.0, 6)], batch=80, batch_slo=5.0)
+    assert policy().next_step(DECODE, s, 4.5).until_s == pytest.approx(5.0)  # type: ignore[union-attr]
+
+
+def test_no_delay_while_a_step_is_in_flight() -> None:
+    s = world(running=[(0.0, 10)], batch=80, batch_slo=5.0)
+    s.begin_decode(DecodeStep(4, predicted_s=1.0), 4.4)
+    assert choose(PREFILL, s, 4.5)[0] == "reduce-decode"
+
+
+def test_hand_over_shares_the_tail() -> None:
+    """P's last layer of four: 8 tokens on 8 SMs: 0.25 s, under a step of 1 s; nothing can follow: decode takes all."""
+    s = world(running=[(0.0, 10)], batch=8, layers_done=3)
+    step = policy().next_step(DECODE, s, 4.0)
+    assert (step.reason, step.sms, step.target) == ("hand-over", 12, Partition(8, 4))  # type: ignore[union-attr]
+    assert choose(DECODE, s, 4.0, policy(hand_over="off"))[0] == "reduce-decode"
+    # A batch can follow: no hand-over, unless Q too ends within the step (8 / 8 = 1 s more: it does not).
+    s.arrive(Request(1, 0.0, 8, 10.0))
+    assert choose(DECODE, s, 4.0)[0] == "reduce-decode"
+    assert choose(DECODE, s, 4.0, policy(hand_over="queue"))[0] == "reduce-decode"
+    short = world([(0.0, 4, 10.0)], [(0.0, 10)], batch=8, layers_done=3)
+    assert choose(DECODE, short, 4.0, policy(hand_over="queue"))[0] == "hand-over"
+
+
+# -------------------------------------------------------------------------------- order and batches
+
+
+def ranks(p: Bullet, s: SystemState, now: float) -> list[int]:
+    return [s.queue[int(i)].id for i in p._sort(s, now, 5)]
+
+
+def test_least_latency_first_ties_by_arrival() -> None:
+    s = world([(0.0, 48, 99.0), (0.1, 12, 99.0), (0.2, 12, 99.0), (0.3, 6, 99.0)])
+    assert ranks(policy(), s, 1.0) == [3, 1, 2, 0]
+    assert ranks(policy(order="fcfs"), s, 1.0) == [0, 1, 2, 3]
+
+
+def test_late_requests_go_last_but_not_for_ever() -> None:
+    """At t = 10: 0 is late (SLO 1) by 10 x, 1 by 90 % only: not late. Patience of 5: 0 has waited 10 SLOs and goes first."""
+    s = world([(0.0, 24, 1.0), (1.0, 12, 10.0), (2.0, 6, 10.0)])
+    assert ranks(policy(), s, 10.0) == [2, 1, 0]
+    assert ranks(policy(late_patience=5.0), s, 10.0) == [0, 2, 1]
+    assert ranks(policy(late_first=True), s, 10.0) == [0, 2, 1]
+
+
+def test_a_request_that_the_sort_made_late_moves_back_in_time() -> None:
+    """0: 24 tokens (2 s), due in 3 s. 1 and 2: 12 tokens (1 s) each. Sorted 1, 2, 0 ends at 4: late, though first in order
+    of arrival it ends at 2. Last place in time: after 1 (1 + 2 = 3)."""
+    s = world([(0.0, 24, 3.0), (0.0, 12, 99.0), (0.0, 12, 99.0)])
+    assert ranks(policy(), s, 0.0) == [1, 0, 2]
+    assert ranks(policy(repair=False), s, 0.0) == [1, 2, 0]
+
+
+def test_the_released_codes_order() -> None:
+    s = world([(0.0, 12, 10.0), (0.5, 12, 1.0)])
+    assert ranks(policy(order="normalised"), s, 1.0) == [1, 0]  # (0.5 + 1) / 1 over (1 + 1) / 10
+
+
+def test_a_recomputed_request_stays_in_front() -> None:
+    s = world([(0.0, 6, 9.0)], [(0.0, 5), (0.1, 4)])
+    s.begin_decode(DecodeStep(12, preempt=(101,)), 1.0)
+    assert ranks(policy(), s, 1.0) == [101, 0]
+
+
+def test_batches_grow_to_the_ridge_and_to_the_cache() -> None:
+    s = world([(0.0, 12, 99.0), (0.0, 24, 99.0), (0.0, 36, 99.0)])
+    # Intensity 60 a prompt, ridge 100: two prompts.
+    assert policy(Tabulated(intensity=60.0)).next_step(PREFILL, s, 0.0).admit == (0, 1)  # type: ignore[union-attr]
+    assert policy().next_step(PREFILL, s, 0.0).admit == (0,)  # type: ignore[union-attr]
+    small = world([(0.0, 32, 99.0), (0.0, 48, 99.0)], blocks=4)  # 2 blocks, then 3: only the head fits
+    assert policy(Tabulated(intensity=1.0)).next_step(PREFILL, small, 0.0).admit == (0,)  # type: ignore[union-attr]
+
+
+# -------------------------------------------------------------------------------------------- the rest
+
+
+def test_the_letter_has_no_floor_no_cap_and_puts_late_first() -> None:
+    literal = policy(cls=BulletLiteral)
+    assert (literal.floor, literal.cap_next_step, literal.options["late_first"]) == (0, False, True)
+    s = world(running=[(0.0, 10)], batch=80, target=(6, 6))
+    assert choose(PREFILL, s, 4.0, literal) == ("reduce-decode", Partition(10, 2))
+
+
+def test_without_partitions_both_lanes_hold_everything() -> None:
+    s = world(running=[(0.0, 10)], batch=80)
+    for lane in (PREFILL, DECODE):
+        step = policy(partition=False).next_step(lane, s, 4.0)
+        assert (step.sms, step.target) == (12, Partition(12, 12))  # type: ignore[union-attr]
+
+
+def test_observations_reach_the_estimator_but_for_shared_steps() -> None:
+    table = Tabulated()
+    p = policy(table)
+    p.observe(DecodeStep(4, 1.0, reason="reduce-decode"), 1.2)
+    p.observe(DecodeStep(12, 1.0, reason="hand-over"), 1.2)
+    p.observe(PrefillStep(8, 1, (), 0.5, reason="reduce-decode"), 0.6)
+    p.observe(PrefillStep(12, 1, (), 0.5, reason="delayed-decode"), 0.6)
+    assert table.seen == [(DECODE, 4, 1.0, 1.2), (PREFILL, 8, 0.5, 0.6)]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"knob": 1}, "no such option"), ({"order": "random"}, "least, fcfs or normalised"), ({"hand_over": "x"}, "off, batch or queue"),
+    ({"layers_per_step": 0}, "1 or more"), ({"decode_floor": 1.5}, "under 1"), ({"late_first": "yes"}, "takes a bool")])
+def test_options_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy(**options)

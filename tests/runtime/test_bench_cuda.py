@@ -1,0 +1,415 @@
+"""The CUDA bench on a fake device: which stream captures, what a window contains, and how failures end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_cuda import FakeCuda, FakeKernels, FakeShop  # noqa: E402
+from stub_driver import StubDriver  # noqa: E402
+
+from bullet import profile_cli  # noqa: E402
+from bullet.config import MODELS, get_model  # noqa: E402
+from bullet.errors import PartitionError  # noqa: E402
+from bullet.runtime import bench_cuda  # noqa: E402
+from bullet.runtime.bench import DeviceLostError, PointError  # noqa: E402
+from bullet.runtime.check import run_check  # noqa: E402
+from bullet.runtime.partition import Driver, Split, green_context_table, unpartitioned_table  # noqa: E402
+from bullet.runtime.plan import Point, Rates, Shape, decode, prefill  # noqa: E402
+from bullet.tables import read_journal, read_parquet  # noqa: E402
+
+LLAMA = get_model("llama-3.1-8b")
+SPLIT = Split(112, 20)
+PREFILL, DECODE = prefill("prefill_layer", 2048), decode("decode_layer", 32, 1024)
+CORUN = Point("corun", SPLIT, "both", PREFILL, DECODE)
+RATES = Rates(132, 6e14, 3e12)
+PROPS = bench_cuda.Props("NVIDIA stub", 132, (9, 0), 60 << 20, 1 << 37)
+
+
+def open_bench(splits=(SPLIT,), kernels=True, model=LLAMA, **options):
+    stub = StubDriver()
+    cuda = FakeCuda(stub, **options)
+    table = green_context_table(splits, driver=Driver(stub), wrap_stream=cuda.ExternalStream)
+    shop = FakeShop(cuda, model, RATES)
+    bench = bench_cuda.CudaBench(
+        model, table, unpartitioned_table(132, lambda priority: cuda.Stream(priority)), PROPS, shop, cuda,
+        FakeKernels(cuda) if kernels else None, dtype="bfloat16", dtype_bytes=2, versions={"driver": "stub"},
+        read_clocks=lambda: {"clock_sm_hz": 1.98e9})
+    return bench, cuda, stub
+
+
+def test_alone_takes_what_the_lane_takes():
+    bench, _, _ = open_bench()
+    (row,) = bench.measure(Point("solo", SPLIT, "decode", DECODE))
+    assert row.stats.median_s == pytest.approx(RATES.seconds(LLAMA, DECODE, 20), rel=1e-6)
+    assert (row.lane, row.sms, row.corunner, row.window_s) == ("decode", 20, "idle", None)
+    (full,) = bench.measure(Point("solo", None, "full", DECODE))
+    assert full.stats.median_s == pytest.approx(RATES.seconds(LLAMA, DECODE, 132), rel=1e-6)
+    assert full.sms == 132
+
+
+def test_corun_times_both_lanes_inside_the_window():
+    bench, _, _ = open_bench()
+    p, d = bench.measure(CORUN)
+    assert (p.lane, p.shape, p.sms, p.corunner_shape, p.corunner_sms) == ("prefill", PREFILL, 112, DECODE, 20)
+    assert (d.lane, d.shape, d.sms, d.corunner_shape, d.corunner_sms) == ("decode", DECODE, 20, PREFILL, 112)
+    assert d.stats.median_s == pytest.approx(RATES.seconds(LLAMA, DECODE, 20), rel=1e-6)
+    assert p.stats.samples >= 5
+    assert d.stats.samples >= 20
+    assert d.window_s > 8 * p.stats.median_s
+    moved = bench_cuda.flops_and_bytes(LLAMA, PREFILL)[1]
+    assert d.corunner_bytes_per_s == pytest.approx(moved / RATES.seconds(LLAMA, PREFILL, 112), rel=1e-6)
+
+
+def test_nothing_disturbs_a_window():
+    bench, cuda, _ = open_bench()
+    bench.measure(CORUN)
+    bench.measure(Point("control", SPLIT, "decode", DECODE, control="memory_stream"))
+    windows = 0
+    for inside in timed_stretches(cuda.log):
+        windows += 1
+        assert set(inside) <= {"record", "replay", "wait"}
+    assert windows >= 3
+    assert "capture" in cuda.log
+
+
+def timed_stretches(log):
+    """From each first ``record`` to the last before the next synchronisation."""
+    for synchronising, part in itertools.groupby(log, key=lambda call: call == "synchronize"):
+        calls = list(part)
+        if not synchronising and "record" in calls:
+            yield calls[calls.index("record"):len(calls) - calls[::-1].index("record")]
+
+
+@pytest.mark.parametrize("control", ["alu_spin", "memory_stream"])
+def test_controls_time_one_lane(control):
+    bench, _, _ = open_bench()
+    (row,) = bench.measure(Point("control", SPLIT, "decode", DECODE, control=control))
+    assert (row.lane, row.corunner, row.corunner_shape, row.corunner_sms) == ("decode", control, None, 112)
+    assert (row.corunner_bytes_per_s is None) == (control == "alu_spin")
+    assert row.stats.samples >= 20
+
+
+def test_unpartitioned_corun_runs_on_two_plain_streams():
+    bench, _, _ = open_bench()
+    p, d = bench.measure(Point("corun", None, "both", PREFILL, DECODE))
+    assert (p.sms, d.sms) == (132, 132)
+
+
+def test_serialised_lanes_are_found_out():
+    bench, _, _ = open_bench(serial=True)
+    # On this device the queue order decides: the shorter train runs to its end first.
+    with pytest.raises(PointError, match="may not run at the same time"):
+        bench.measure(CORUN)
+
+
+def test_check_on_the_bench_proves_and_finds_leaking_graphs():
+    bench, _, _ = open_bench(splits=(SPLIT, Split(104, 28)))
+    report = run_check(bench.table, bench, bench.gpu)
+    assert report.proven
+    assert report.pairs[1].decode_smids == list(range(104, 132))
+    leaking, _, _ = open_bench(graphs_leak=True)
+    report = run_check(leaking.table, leaking, leaking.gpu)
+    assert not report.proven
+    assert "graph: prefill ran on 132 SMs, granted 112" in report.pairs[0].reasons
+
+
+def test_without_triton_no_proof_and_no_alu_spin():
+    bench, cuda, _ = open_bench(kernels=False)
+    cuda._sleep = lambda cycles: cuda.launch(cycles / 1.5e9)
+    assert not bench.allowed(Point("control", SPLIT, "decode", DECODE, control="alu_spin"))
+    assert bench.allowed(CORUN)
+    assert len(bench.measure(CORUN)) == 2
+    with pytest.raises(PartitionError, match="needs triton"):
+        run_check(bench.table, bench, bench.gpu)
+
+
+def test_a_failing_kernel_costs_its_point_only():
+    bench, _, _ = open_bench(fail_at={3: "CUDA error: invalid\n configuration"})
+    with pytest.raises(PointError, match="invalid configuration"):
+        bench.measure(CORUN)
+    assert len(bench.measure(CORUN)) == 2
+
+
+def test_a_kernel_that_fails_during_capture_ends_the_capture():
+    probe, cuda, _ = open_bench()
+    probe.measure(Point("solo", SPLIT, "decode", DECODE))
+    first_capture = cuda.log.index("capture")
+    assert cuda.log[:first_capture].count("replay") == 0
+    bench, cuda, _ = open_bench(fail_at={4: "CUDA error: operation not permitted when stream is capturing"})
+    with pytest.raises(PointError, match="not permitted when stream is capturing"):
+        bench.measure(Point("solo", SPLIT, "decode", DECODE))
+    assert cuda.capturing is None
+    assert bench.measure(Point("solo", SPLIT, "decode", DECODE))
+
+
+def test_out_of_memory_drops_what_is_cached():
+    bench, cuda, _ = open_bench(fail_at={3: "CUDA out of memory. Tried to allocate 9 GiB"})
+    with pytest.raises(PointError, match="out of GPU memory"):
+        bench.measure(CORUN)
+    assert "empty_cache" in cuda.log
+    assert bench._shop.cleared == 1
+
+
+def test_little_memory_drops_what_is_cached_before_building_more():
+    bench, cuda, _ = open_bench(free_share=0.05)
+    bench.measure(Point("solo", SPLIT, "decode", DECODE))
+    assert cuda.log[:2] == ["synchronize", "empty_cache"]
+
+
+def test_a_lost_device_says_how_to_resume_and_leaves_no_context():
+    bench, _, stub = open_bench(fail_at={9: "CUDA error: an illegal memory access"}, sticky=True)
+    with pytest.raises(DeviceLostError, match=r"answers no more .* rows until here are kept; .* --skip prefill_layer"):
+        bench.measure(CORUN)
+    bench.close()
+    assert not stub.contexts
+    assert not stub.streams
+
+
+def test_close_releases_graphs_first_and_is_idempotent():
+    bench, _, stub = open_bench()
+    bench.measure(CORUN)
+    stub.calls.clear()
+    bench.close()
+    bench.close()
+    assert bench._graphs == {}
+    assert stub.calls == ["cuStreamDestroy"] * 2 + ["cuGreenCtxDestroy"] * 2
+
+
+# ------------------------------------------------------------------------------------------ the command line
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """``bullet-profile`` with a fake GPU behind it; returns what was opened."""
+    opened = []
+
+    def open_cuda(model, *, backend, core, extra, asked=(), allow_busy=False, **options):
+        if backend == "none":
+            stub = StubDriver()
+            cuda = FakeCuda(stub)
+            table = unpartitioned_table(132, lambda priority: cuda.Stream(priority))
+            bench, _, _ = open_bench(model=model)
+            bench.table.close()
+            bench.table, bench.backend = table, "none"
+            opened.append((bench, stub))
+            return bench, [], {"busy": False}
+        if gpu_options.pop("old_driver", False):
+            raise PartitionError("driver supports CUDA 12.2: green contexts need 12.4 or newer (driver 550)")
+        rule = bench_cuda.granularity((9, 0))
+        core_splits = list(asked) or list(bench_cuda.choose_splits(132, rule, core))
+        every = list(dict.fromkeys([*core_splits, *bench_cuda.choose_splits(132, rule, extra)]))
+        bench, _, stub = open_bench(every, model=model, **gpu_options)
+        opened.append((bench, stub))
+        return bench, core_splits, {"busy": False}
+
+    gpu_options: dict = {}
+    monkeypatch.setattr(bench_cuda, "open_cuda", open_cuda)
+    return SimpleNamespace(opened=opened, options=gpu_options)
+
+
+def test_gpu_run_end_to_end(gpu, tmp_path, capsys):
+    assert profile_cli.main(["gpu", "--budget-s", "240", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.index("Partition check") < text.index("Plan:") < text.index("Sweep:")
+    assert len(text[text.index("Sweep:"):]) < 12_000
+    assert "13 of 13 pairs proven" in text[-12_000:]
+    assert "Co-run, measured on NVIDIA stub" in text[-12_000:]
+    files = list(tmp_path.iterdir())
+    assert len(files) <= 8
+    assert all(f.stat().st_size < 16 << 20 for f in files)
+    rows, metadata = read_parquet(tmp_path / "samples.parquet")
+    assert metadata["gpu"] == "NVIDIA stub"
+    corun = [r for r in rows if r["kind"] == "corun" and r["split_decode_sms"] is not None]
+    assert {r["partition"] for r in corun} == {"proven"}
+    assert len({r["split_decode_sms"] for r in corun}) >= 6
+    assert all(r["slowdown"] == pytest.approx(1.0, rel=1e-3) for r in corun)  # the fake has no contention
+    assert all(r["driver"] == "stub" and r["clock_sm_hz"] == 1.98e9 and r["compute_capability"] == "9.0" for r in rows)
+    assert json.loads((tmp_path / "check.json").read_text())["proven"] is True
+    assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+
+
+def test_a_second_call_resumes_and_adds_nothing(gpu, tmp_path, capsys):
+    command = ["sweep", "--budget-s", "60", "--out", str(tmp_path)]
+    assert profile_cli.main(command) == 0
+    before = (tmp_path / "samples.jsonl").read_text()
+    assert profile_cli.main([*command[:1], "--budget-s", "60", "--out", str(tmp_path)]) == 0
+    after = (tmp_path / "samples.jsonl").read_text()
+    assert after.startswith(before)
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    ids = [r["id"] for r in rows]
+    assert len(ids) == len(set(ids))
+    assert "rows are there already" in capsys.readouterr().out
+
+
+def test_lost_device_keeps_rows_and_exits_3(gpu, tmp_path, capsys):
+    gpu.options.update(fail_at={9000: "CUDA error: an illegal memory access"}, sticky=True)
+    assert profile_cli.main(["sweep", "--budget-s", "240", "--out", str(tmp_path)]) == 3
+    captured = capsys.readouterr()
+    assert "rows until here are kept" in captured.err
+    assert "Traceback" not in captured.err
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert len(rows) > 10
+    assert (tmp_path / "samples.parquet").exists()
+    assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+
+
+def test_ctrl_c_keeps_rows_and_destroys_contexts(gpu, tmp_path, capsys, monkeypatch):
+    calls = itertools.count()
+    measure = bench_cuda.CudaBench.measure
+
+    def interrupted(self, point):
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return measure(self, point)
+
+    monkeypatch.setattr(bench_cuda.CudaBench, "measure", interrupted)
+    assert profile_cli.main(["sweep", "--budget-s", "240", "--out", str(tmp_path)]) == 130
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert len([r for r in rows if r["kind"] != "anchor"]) >= 7
+    assert "left: the same command resumes" in capsys.readouterr().out
+    assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+
+
+def test_old_driver_check_fails_in_one_line_and_sweep_goes_on_unpartitioned(gpu, tmp_path, capsys):
+    gpu.options["old_driver"] = True
+    assert profile_cli.main(["check"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("bullet-profile: error: driver supports CUDA 12.2")
+    assert err.count("\n") == 1
+    gpu.options["old_driver"] = True
+    assert profile_cli.main(["sweep", "--budget-s", "60", "--out", str(tmp_path)]) == 0
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert {r["partition"] for r in rows} == {"none"}
+    assert any(r["kind"] == "corun" for r in rows)
+    assert "no partition: driver supports CUDA 12.2" in capsys.readouterr().out
+
+
+def test_unproven_pairs_mark_their_rows(gpu, tmp_path, capsys):
+    gpu.options["graphs_leak"] = True
+    assert profile_cli.main(["sweep", "--budget-s", "60", "--out", str(tmp_path)]) == 0
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    split_rows = [r for r in rows if r["split_decode_sms"] is not None]
+    assert {r["partition"] for r in split_rows} == {"unproven"}
+    assert "graph: prefill ran on 132 SMs" in split_rows[0]["partition_note"]
+    assert "0 of 13 pairs proven" in capsys.readouterr().out
+    assert profile_cli.main(["check"]) == 1
+
+
+def test_another_gpus_table_is_refused(gpu, tmp_path, capsys):
+    (tmp_path / "samples.jsonl").write_text(json.dumps(
+        {"schema": "bullet-samples", "version": 1, "gpu": "NVIDIA A100", "source": "measured"}) + "\n")
+    assert profile_cli.main(["sweep", "--budget-s", "60", "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "holds rows of gpu 'NVIDIA A100', this is 'NVIDIA stub': choose another --out" in err
+    assert all(not stub.contexts for _, stub in gpu.opened)
+
+
+def test_a_model_too_large_for_the_memory_is_one_line(gpu, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_cuda.CudaBench, "free_bytes", lambda self: 1 << 20)
+    assert profile_cli.main(["sweep", "--out", str(tmp_path)]) == 2
+    assert "too little memory on NVIDIA stub for one layer of llama-3.1-8b" in capsys.readouterr().err
+
+
+def test_software_backend_names_the_operation(monkeypatch, tmp_path, capsys):
+    from bullet.runtime.partition import software_table
+
+    def open_cuda(model, **options):
+        bench, cuda, _ = open_bench(model=model)
+        bench.table.close()
+        bench.table, bench.backend = software_table([SPLIT], 132, cuda.Stream), "software"
+        return bench, [], {}
+
+    monkeypatch.setattr(bench_cuda, "open_cuda", open_cuda)
+    assert profile_cli.main(["sweep", "--backend", "software", "--out", str(tmp_path)]) == 2
+    assert "gemm_qkv is a torch operation: the software backend bounds only" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+def test_no_gpu_is_one_line(capsys):
+    assert profile_cli.main(["check"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "no usable GPU" in err
+    assert "--device cpu" in err
+
+
+# ------------------------------------------------------------------------------------------- the card's state
+
+
+class FakeNvml:
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append(name)
+            return {"nvmlDeviceGetClockInfo": 1980, "nvmlDeviceGetTemperature": 41, "nvmlDeviceGetPowerUsage": 123456,
+                    "nvmlSystemGetDriverVersion": b"580.1",
+                    "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1)]}.get(name)
+        return call
+
+
+def test_card_state_through_nvml_reads_only():
+    nvml = FakeNvml()
+    reader = bench_cuda.CardReader("0", nvml=nvml)
+    assert reader.clocks() == {"clock_sm_hz": 1.98e9, "clock_mem_hz": 1.98e9, "temperature_c": 41.0,
+                               "power_w": pytest.approx(123.456)}
+    assert reader.driver() == "580.1"
+    assert reader.processes() == ["pid 1"]
+    assert not [c for c in nvml.calls if "Set" in c or "Reset" in c]
+
+
+def test_card_state_through_nvidia_smi_is_kept_for_a_while():
+    asked, now = [], [0.0]
+
+    def command(arguments):
+        asked.append(arguments)
+        if "driver_version" in arguments[3]:
+            return "580.1\n"
+        if "compute-apps" in arguments[3]:
+            return "77, python\n"
+        return "1980, [N/A], 41, 300.5\n"
+
+    reader = bench_cuda.CardReader("1", command=command, clock=lambda: now[0])
+    assert reader.clocks() == {"clock_sm_hz": 1.98e9, "clock_mem_hz": None, "temperature_c": 41.0, "power_w": 300.5}
+    reader.clocks()
+    assert len(asked) == 1
+    now[0] = 11.0
+    reader.clocks()
+    assert len(asked) == 2
+    assert (reader.driver(), reader.processes()) == ("580.1", ["pid 77 (python)"])
+    assert all(a[3].startswith("--query-") for a in asked)
+
+
+def test_card_state_without_any_tool_is_unknown():
+    def command(arguments):
+        raise subprocess.CalledProcessError(9, arguments)
+
+    reader = bench_cuda.CardReader("0", command=command)
+    assert set(reader.clocks().values()) == {None}
+    assert (reader.driver(), reader.processes()) == (None, [])
+
+
+def test_planning_rates_know_the_gpus_by_name():
+    def named(name):
+        return bench_cuda.rates_for(bench_cuda.Props(name, 100, (9, 0), 1, 1)).bytes_per_s
+    assert named("NVIDIA H200") == pytest.approx(0.7 * 4.8e12)
+    assert named("NVIDIA H20") == pytest.approx(0.7 * 4.0e12)
+    assert named("NVIDIA A100-SXM4-80GB") == pytest.approx(0.7 * 2.039e12)
+    assert named("NVIDIA GeForce RTX 4090") == pytest.approx(0.7 * 1.008e12)
+    assert named("NVIDIA Unheard Of") == pytest.approx(0.7 * 1.2e12)
+
+
+def test_fits_is_about_the_free_memory():
+    fits = bench_cuda.fits_in(MODELS["llama-3.1-8b"], 2, 8 << 30)
+    assert fits(Shape("gemm_qkv", 2048))
+    assert not fits(decode("decode_layer", 1024, 4096))
