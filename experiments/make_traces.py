@@ -1,23 +1,27 @@
 """Make the built-in traces from the published tables: ``python experiments/make_traces.py --data DIR``.
 
-Only token counts and arrival times are kept, as compressed arrays that load in milliseconds; values are unchanged.
+DIR holds the CSVs under the names below, plain or .gz; bullet/workload/data/README.md says where they come from. Only
+token counts and arrival times are kept, as compressed arrays that load in milliseconds; values are unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from bullet.config import WorkloadConfig
+from bullet.errors import BulletError
+from bullet.workload import read_trace
+
+# The file; whether its times are meant (Nanoflow's TIMESTAMP is one constant).
 TRACES = {
-    "azure-code": ("azure_llm_2023_code.csv.gz", "ContextTokens", "GeneratedTokens", "arrival_s"),
-    "azure-conv": ("azure_llm_2023_conv.csv.gz", "ContextTokens", "GeneratedTokens", "arrival_s"),
-    "sharegpt": ("sharegpt_lengths_nanoflow.csv.gz", "ContextTokens", "GeneratedTokens", None),
-    "arxiv": ("arxiv_summarization_long_podattn.csv.gz", "num_prefill_tokens", "num_decode_tokens", None),
+    "azure-code": ("azure_llm_2023_code.csv", True),
+    "azure-conv": ("azure_llm_2023_conv.csv", True),
+    "sharegpt": ("sharegpt_lengths_nanoflow.csv", False),
+    "arxiv": ("arxiv_summarization_long_podattn.csv", False),
 }
 
 
@@ -26,18 +30,22 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder with the published CSVs")
     parser.add_argument("--out", type=Path, default=Path("bullet/workload/data"))
     args = parser.parse_args()
-    for name, (file_name, prompt, output, arrival) in TRACES.items():
+    for name, (file_name, timed) in TRACES.items():
         path = args.data / file_name
         if not path.is_file():
-            sys.exit(f"make_traces: error: no file {path}")
-        with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        arrays = {"prompt_tokens": np.array([int(r[prompt]) for r in rows], dtype=np.int32),
-                  "output_tokens": np.array([int(r[output]) for r in rows], dtype=np.int32)}
-        if arrival:
-            arrays["arrival_s"] = np.array([float(r[arrival]) for r in rows])
-        np.savez_compressed(args.out / f"{name}.npz", **arrays)
-        print(f"{name}: {len(rows)} rows, {(args.out / f'{name}.npz').stat().st_size / 1000:.0f} kB")
+            path = path.with_name(f"{file_name}.gz")
+        try:
+            table = read_trace(WorkloadConfig(trace=str(path), format="azure" if timed else "csv",
+                                              arrival_column=None if timed else ""))
+        except BulletError as exc:
+            sys.exit(f"make_traces: error: {exc}")
+        arrays: dict[str, np.ndarray] = {"prompt_tokens": table.prompt_tokens.astype(np.int32),
+                                         "output_tokens": table.output_tokens.astype(np.int32)}
+        if table.arrival_s is not None:
+            arrays["arrival_s"] = table.arrival_s
+        out = args.out / f"{name}.npz"
+        np.savez_compressed(out, **arrays)  # type: ignore[arg-type]
+        print(f"{name}: {len(table.prompt_tokens)} rows, {out.stat().st_size / 1000:.0f} kB")
     return 0
 
 

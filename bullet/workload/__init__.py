@@ -1,45 +1,50 @@
-"""Workloads: which requests arrive when. Built-in traces by name, or a file."""
+"""Workloads: which requests arrive when. Built-in traces by name, or a file; docs/traces.md tells how to add one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bullet.config import WorkloadConfig
-from bullet.errors import TraceError
+from bullet.errors import ConfigError, TraceError
 from bullet.workload.arrivals import draw_arrivals, recorded_arrivals, stream
+from bullet.workload.builtin import BUILTIN, Builtin, load_builtin
 from bullet.workload.readers import Table, read_trace
 
-__all__ = ["BUILTIN", "Builtin", "Workload", "describe", "load_builtin", "load_workload", "stream"]
+__all__ = ["BUILTIN", "Builtin", "Description", "Workload", "describe", "load_builtin", "load_workload", "read_trace",
+           "stream"]
+
+MOST_REQUESTS = 10**8
+"""Three arrays of that length take 2.4 GB; a larger count is a slip of the hand."""
+FILE_OPTIONS = ("format", "arrival_column", "prompt_column", "output_column", "arrival_unit")
 
 
-class Builtin(NamedTuple):
-    """A shipped trace: one line on what it is and where it is from (data/README.md has commit and licence)."""
+class Description(NamedTuple):
+    """Statistics of a trace or workload; ``None`` where there are no arrival times, or too few to tell.
 
-    description: str
-    source: str
+    ``prompt``, ``output``: tokens as mean, p50, p90, max (percentiles interpolated as numpy does). ``span_s``: last
+    arrival - first. ``rate_req_per_s``: rows / span. ``cv``: coefficient of variation of the gaps, 1 for Poisson.
+    """
 
-
-BUILTIN: Mapping[str, Builtin] = MappingProxyType({
-    "azure-code": Builtin("Azure LLM inference 2023, code completion", "Azure/AzurePublicDataset, CC-BY-4.0"),
-    "azure-conv": Builtin("Azure LLM inference 2023, conversation", "Azure/AzurePublicDataset, CC-BY-4.0"),
-    "sharegpt": Builtin("ShareGPT, single turn, lengths only", "efeslab/Nanoflow, Apache-2.0"),
-    "arxiv": Builtin("arXiv summarisation, long prompts, lengths only", "microsoft/vattention, MIT"),
-})
+    rows: int
+    prompt: tuple[float, float, float, int]
+    output: tuple[float, float, float, int]
+    span_s: float | None
+    rate_req_per_s: float | None
+    cv: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in order of arrival, ids 0 .. n - 1.
 
-    ``arrival_s``: float64 (n,); ``prompt_tokens``, ``output_tokens``: int64 (n,). ``mean_prompt_tokens``: over the whole
-    trace, not this sample (the ``mean_length`` reading of the TTFT objective).
+    ``arrival_s``: float64 (n,), never decreasing; ``prompt_tokens``, ``output_tokens``: int64 (n,). ``source``: where
+    the lengths are from, one line. ``mean_prompt_tokens``: over the whole trace, not this sample (the ``mean_length``
+    reading of the TTFT objective).
     """
 
     name: str
@@ -52,71 +57,86 @@ class Workload:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
-
-def load_builtin(name: str) -> Table:
-    """A shipped trace."""
-    path = Path(__file__).parent / "data" / f"{name}.npz"
-    with np.load(path) as data:
-        arrival = data.get("arrival_s")
-        return Table(arrival, data["prompt_tokens"].astype(np.int64), data["output_tokens"].astype(np.int64))
+    def describe(self) -> Description:
+        """Statistics of these requests (not of the whole trace)."""
+        return _describe(Table(self.arrival_s, self.prompt_tokens, self.output_tokens))
 
 
-def load_workload(config: WorkloadConfig, seed: int) -> Workload:
-    """The requests of a run; :class:`TraceError` names file, line and what is allowed."""
-    if config.trace in BUILTIN:
-        table, source = load_builtin(config.trace), BUILTIN[config.trace].source
-    elif "/" in config.trace or "." in config.trace or Path(config.trace).exists():
-        table, source = read_trace(config), config.trace
-    else:
-        raise TraceError(f"unknown trace {config.trace!r}: choose one of {', '.join(BUILTIN)}, or give a path to a .csv or "
-                         ".jsonl file")
+def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Workload:
+    """The requests of a run: same arguments, same requests.
+
+    Drawn arrivals: lengths are sampled with replacement, or taken in order if ``config.sample`` is off. Recorded
+    arrivals: rows are taken in order from the first, since a recorded time belongs to its lengths. Lengths depend on
+    the seed and count only, never on the rate; ``replica`` tells apart repetitions under one seed. No row is dropped
+    or clipped: what does not fit a model is for the driver to reject.
+
+    Raises :class:`TraceError` for a trace that is unknown, unreadable or too short, :class:`ConfigError` for options
+    that do not go together. The arrays are read-only: a comparison hands the same ones to every policy.
+    """
+    table, source = _table(config)
     rows = len(table.prompt_tokens)
-    count = config.num_requests
-    if config.arrivals == "recorded":
-        # A recorded trace is taken as it is, from its start: lengths stay with their times.
-        count = rows if count is None else count
-        _enough(config.trace, count, rows)
-        arrivals = recorded_arrivals(table.arrival_s, config, config.trace)[:count]
+    count = rows if config.num_requests is None else config.num_requests
+    if count > MOST_REQUESTS:
+        raise ConfigError(f"workload.num_requests (--num-requests) = {count}: must be {MOST_REQUESTS:,} at most")
+    recorded = config.arrivals == "recorded"
+    if count > rows and (recorded or not config.sample):
+        raise TraceError(f"{config.trace}: has {rows} requests, {count} were asked for (workload.num_requests, "
+                         "--num-requests): ask for fewer, or let lengths repeat with --arrivals poisson and "
+                         "workload.sample = true")
+    if recorded:
+        arrival_s = recorded_arrivals(table.arrival_s, config)[:count]
+    else:
+        arrival_s = draw_arrivals(config, count, seed, replica)
+    if recorded or not config.sample:
         pick = np.arange(count)
     else:
-        count = rows if count is None else count
-        arrivals = draw_arrivals(config, count, seed)
-        if config.sample:
-            pick = stream(seed, "lengths").integers(0, rows, count)
-        else:
-            _enough(config.trace, count, rows)
-            pick = np.arange(count)
-    return Workload(config.trace, source, arrivals, table.prompt_tokens[pick], table.output_tokens[pick],
-                    float(table.prompt_tokens.mean()))
-
-
-def _enough(trace: str, count: int, rows: int) -> None:
-    if count > rows:
-        raise TraceError(f"{trace}: has {rows} requests: --num-requests must be at most that (asked: {count}); lengths can "
-                         "repeat with --arrivals poisson and workload.sample = true")
-
-
-class Description(NamedTuple):
-    """Statistics of a trace; ``None`` where it has no arrival times."""
-
-    rows: int
-    prompt: tuple[float, float, float, int]  # mean, p50, p90, max
-    output: tuple[float, float, float, int]
-    span_s: float | None
-    rate_req_per_s: float | None
-    cv: float | None
+        pick = stream(seed, "lengths", replica).integers(0, rows, count)
+    workload = Workload(config.trace, source, arrival_s, table.prompt_tokens[pick], table.output_tokens[pick],
+                        float(table.prompt_tokens.mean()))
+    for array in (workload.arrival_s, workload.prompt_tokens, workload.output_tokens):
+        array.flags.writeable = False
+    return workload
 
 
 def describe(name: str) -> Description:
-    """Of a built-in trace, as recorded."""
-    table = load_builtin(name)
+    """Statistics of a built-in trace as recorded; :class:`TraceError` if there is none of that name."""
+    return _describe(load_builtin(name))
 
-    def four(values: NDArray[np.int64]) -> tuple[float, float, float, int]:
-        return (float(values.mean()), float(np.percentile(values, 50)), float(np.percentile(values, 90)), int(values.max()))
+
+def _table(config: WorkloadConfig) -> tuple[Table, str]:
+    """The trace and its source."""
+    name = config.trace
+    if name in BUILTIN:
+        default = WorkloadConfig()
+        option = next((o for o in FILE_OPTIONS if getattr(config, o) != getattr(default, o)), None)
+        if option is not None:
+            raise ConfigError(f"workload.{option} = {getattr(config, option)!r}: is for trace files, {name} is "
+                              f"built in (a file of that name: ./{name})")
+        return load_builtin(name), BUILTIN[name].source
+    # What looks like a path is one, so that a mistyped file name is called missing and not an unknown trace.
+    if name and ("/" in name or "." in name or _exists(name)):
+        return read_trace(config), name
+    raise TraceError(f"unknown trace {name!r}: choose one of {', '.join(BUILTIN)}, or give a path to a .csv or .jsonl "
+                     "file")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # too long for a file name, or with a NUL in it
+        return False
+
+
+def _describe(table: Table) -> Description:
+    def tokens(values: NDArray[np.int64]) -> tuple[float, float, float, int]:
+        p50, p90 = np.percentile(values, (50, 90))
+        return float(values.mean()), float(p50), float(p90), int(values.max())
 
     span = rate = cv = None
     if table.arrival_s is not None:
-        gaps = np.diff(table.arrival_s)
-        span = float(table.arrival_s[-1])
-        rate, cv = len(table.arrival_s) / span, float(gaps.std() / gaps.mean())
-    return Description(len(table.prompt_tokens), four(table.prompt_tokens), four(table.output_tokens), span, rate, cv)
+        span = float(table.arrival_s[-1] - table.arrival_s[0])
+        if span > 0:
+            gaps = np.diff(table.arrival_s)
+            rate, cv = len(table.arrival_s) / span, float(gaps.std() / gaps.mean())
+    return Description(len(table.prompt_tokens), tokens(table.prompt_tokens), tokens(table.output_tokens),
+                       span, rate, cv)

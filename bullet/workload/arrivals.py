@@ -8,39 +8,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet.config import WorkloadConfig
-from bullet.errors import TraceError
+from bullet.errors import ConfigError, TraceError
 
-Array = NDArray[np.float64]
+LEAST_CV, MOST_CV = 1e-3, 1e2
+"""Gamma arrivals outside are as good as constant, or so bursty that nearly every gap is below a double's least."""
 
 
 def stream(seed: int, purpose: str, replica: int = 0) -> np.random.Generator:
-    """A generator for one purpose of one run."""
+    """The random generator of one purpose in one run: same three arguments, same numbers.
+
+    ``seed`` and ``replica`` are 0 or more. Purposes are independent: drawing more of one changes nothing in another.
+    """
     return np.random.default_rng(np.random.SeedSequence([seed, replica, crc32(purpose.encode())]))
 
 
-def draw_arrivals(config: WorkloadConfig, count: int, seed: int) -> Array:
-    """``count`` arrival times in seconds, the first at one drawn gap from 0; shape (count,).
+def draw_arrivals(config: WorkloadConfig, count: int, seed: int, replica: int = 0) -> NDArray[np.float64]:
+    """``count`` arrival times in seconds, the first one gap after 0; shape (count,), never decreasing.
 
-    Gaps: exponential (Poisson arrivals), constant, or gamma with coefficient of variation ``cv``, mean 1 / rate.
+    Gaps have the mean ``1 / config.rate_req_per_s``: exponential (``poisson``), all equal (``constant``) or gamma with
+    the coefficient of variation ``config.cv`` (1: Poisson again). Another rate scales the same gaps.
+
+    Raises :class:`ConfigError` if the CV or the resulting times cannot be computed with.
     """
-    assert config.rate_req_per_s is not None
-    mean_s = 1 / config.rate_req_per_s
-    rng = stream(seed, "arrivals")
+    rate = config.rate_req_per_s
+    assert rate is not None, "WorkloadConfig lets no drawn arrivals through without a rate"
+    rng = stream(seed, "arrivals", replica)
+    # In units of the mean gap, divided at the end: a constant rate then accumulates no rounding.
     if config.arrivals == "poisson":
-        gaps = rng.exponential(mean_s, count)
+        arrivals = np.cumsum(rng.standard_exponential(count))
     elif config.arrivals == "constant":
-        gaps = np.full(count, mean_s)
+        arrivals = np.arange(1, count + 1, dtype=np.float64)
     else:
+        assert config.arrivals == "gamma", config.arrivals
+        if not LEAST_CV <= config.cv <= MOST_CV:
+            raise ConfigError(f"workload.cv = {config.cv!r}: must be {LEAST_CV:g} to {MOST_CV:g}")
         shape = config.cv**-2
-        gaps = rng.gamma(shape, mean_s / shape, count)
-    arrivals: Array = np.cumsum(gaps)
-    return arrivals
+        arrivals = np.cumsum(rng.standard_gamma(shape, count) / shape)
+    with np.errstate(over="ignore"):
+        times: NDArray[np.float64] = arrivals / rate
+    if not np.isfinite(times[-1]):
+        raise ConfigError(f"workload.rate_req_per_s (--rate) = {rate!r}: too small, arrival times overflow")
+    return times
 
 
-def recorded_arrivals(recorded: Array | None, config: WorkloadConfig, where: str) -> Array:
-    """The trace's own times from 0, ``time_scale`` times as fast."""
+def recorded_arrivals(recorded: NDArray[np.float64] | None, config: WorkloadConfig) -> NDArray[np.float64]:
+    """The trace's own times in seconds, the first row at 0, ``config.time_scale`` times as fast.
+
+    Raises :class:`TraceError` if the trace has no times, :class:`ConfigError` if the scale sends them out of range.
+    """
     if recorded is None:
-        raise TraceError(f"{where}: has no arrival times: use --arrivals poisson, constant or gamma with a --rate, or name "
-                         "its column by workload.arrival_column")
-    times: Array = (recorded - recorded[0]) / config.time_scale
+        raise TraceError(f"{config.trace}: has no arrival times: draw them (--arrivals poisson, constant or gamma, "
+                         "with --rate), or name their column in a file of your own by workload.arrival_column")
+    with np.errstate(over="ignore"):
+        times: NDArray[np.float64] = (recorded - recorded[0]) / config.time_scale
+    if not np.isfinite(times[-1]):
+        raise ConfigError(f"workload.time_scale = {config.time_scale!r}: too small, arrival times overflow")
     return times

@@ -106,6 +106,11 @@ def test_configured_columns_and_unit(tmp_path: Path) -> None:
     assert read(path, arrival_column="due").arrival_s.tolist() == [0.0, 20.0]  # type: ignore[union-attr]
 
 
+def test_first_of_equal_names(tmp_path: Path) -> None:
+    table = read(write(tmp_path, "input_len,Prompt_Tokens,prompt tokens,output_len\n1,2,3,4\n"))
+    assert table.prompt_tokens.tolist() == [2]
+
+
 def test_no_times(tmp_path: Path) -> None:
     assert read(write(tmp_path, "ContextTokens,GeneratedTokens\n42,285\n")).arrival_s is None
     # A time column that means nothing can be left out.
@@ -309,6 +314,7 @@ def test_units_that_cannot_be(tmp_path: Path) -> None:
     read(trace(epoch_ms), arrival_unit="ms")
     assert "over 100,000 a second" in refusal(trace(epoch_ms), arrival_unit="ns")
     assert "more than a year" in refusal(trace([0, 10**8]))  # nanoseconds taken as seconds
+    assert ":4: " in refusal(trace([0, 2 * 10**7, 4 * 10**7]))  # and so little by little
     # From epoch back to relative is a decrease too, but the reason is the mixture.
     assert "epoch and relative times are mixed" in refusal(trace([1_700_000_000, 5]))
     read(trace([0] * 20))  # all at once is a workload

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -76,9 +77,11 @@ def test_builtins_are_named_in_the_attribution() -> None:
 
 def test_light_imports() -> None:
     """A workload costs a command no more than numpy."""
-    code = ("import sys, bullet.workload as w; from bullet.config import WorkloadConfig as C; w.load_workload(C(), 0); "
+    code = ("import sys, bullet.workload as w; from bullet.config import WorkloadConfig as C; "
+            "w.load_workload(C(), 0); "
             "print([m for m in ('pandas', 'pyarrow', 'scipy', 'torch', 'simpy') if m in sys.modules])")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 # ------------------------------------------------------------------------------------------------ lengths
@@ -121,7 +124,8 @@ def test_rate_and_shape_leave_lengths_alone() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**63 - 1), replica=st.integers(0, 100),
-       arrivals=st.sampled_from(["poisson", "constant", "gamma"]), count=st.integers(1, 200), rate=st.floats(1e-6, 1e6), cv=st.floats(1e-3, 100))
+       arrivals=st.sampled_from(["poisson", "constant", "gamma"]), count=st.integers(1, 200),
+       rate=st.floats(1e-6, 1e6), cv=st.floats(1e-3, 100))
 def test_deterministic(seed: int, replica: int, arrivals: str, count: int, rate: float, cv: float) -> None:
     options = {"trace": "arxiv", "arrivals": arrivals, "num_requests": count, "rate_req_per_s": rate, "cv": cv}
     a, b = load(seed, replica, **options), load(seed, replica, **options)
@@ -134,6 +138,14 @@ def test_streams_are_apart() -> None:
     draws = {(seed, purpose, replica): stream(seed, purpose, replica).integers(0, 2**63)
              for seed in (0, 1) for purpose in ("arrivals", "lengths") for replica in (0, 1)}
     assert len(set(draws.values())) == 8
+    # The contract of DESIGN.md, spelled out: anyone can draw the same numbers.
+    keys = {purpose: np.random.SeedSequence([7, 2, crc32(purpose)]) for purpose in (b"arrivals", b"lengths")}
+    w = load(7, 2, num_requests=100, rate_req_per_s=1.0)
+    gaps = np.random.default_rng(keys[b"arrivals"]).standard_exponential(100)
+    assert (w.arrival_s == np.cumsum(gaps)).all()
+    table = load_builtin("azure-code")
+    rows = np.random.default_rng(keys[b"lengths"]).integers(0, len(table.prompt_tokens), 100)
+    assert (w.output_tokens == table.output_tokens[rows]).all()
     assert (load(0).prompt_tokens != load(1).prompt_tokens).any()
     assert (load(0).prompt_tokens != load(0, 1).prompt_tokens).any()
 
