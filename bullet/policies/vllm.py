@@ -1,33 +1,47 @@
-"""``vllm-N``: the vLLM V1 scheduler (as of 0.8.5, the paper's rival; unchanged in these points in 0.19) with a budget
-of N tokens a step.
+"""``vllm-N``: the vLLM V1 scheduler (0.8.5, the paper's rival; the same in these points in 0.19) with a budget of N tokens a
+step. Checked against ``vllm/v1/core/sched/scheduler.py``; docs/policies.md lists what is left out.
 
-Each step first serves ``running`` in order of admission, one token for a decode, ``min(known - computed, budget)`` for a
-prompt; a request that finds no KV block preempts the tail of ``running`` (recompute; to the front of the queue) until it
-does or is itself the tail. If nothing was preempted, the queue is admitted from the front while tokens, sequences and
-blocks for the whole known length last; the first that does not fit ends it.
+Each step first serves ``running`` in order of admission, ``min(known - computed, budget left)`` tokens each: one for a
+decode, a chunk for a prompt. A request that finds no KV block preempts the tail of ``running`` (recompute; to the front of
+the queue) until it does or is itself the tail. If nothing was preempted, the queue is admitted from the front while tokens
+and sequences last and the whole known length fits in KV; the first that does not fit ends it.
 
-``running`` is ``state.decode`` (a dict in order of admission) followed by ``state.chunked``. A prompt computed in part is
-always the tail: whoever is admitted after it gets tokens only from the budget that it leaves, and it leaves none until
-its prompt is complete. So all decodes come first, each takes one token, and at most one chunk is pending when a step
-begins; with more sequences than budget the decodes beyond it wait a step (not modelled: N is at least the sequence cap).
+Where ``running`` is. It is ``state.decode.requests`` (a dict in order of joining) followed by ``state.chunked``, because a
+prompt computed in part is always the tail of ``running``:
 
-Not modelled yet: prefix sharing, two steps in flight.
+1. At most one is in part. A prompt gets less than all of what it lacks only if it takes the whole budget that is left;
+   after it nobody is admitted in that step, and everybody before it was complete.
+2. It is the tail. It was admitted last in that step; while it stays in part it takes the whole budget again (or finds
+   none, if decodes take it all), so nobody is admitted behind it.
+3. Hence prompts complete in order of admission, those of one step in the order of its chunks, and join the decode batch in
+   that order. A preempted request leaves ``running`` altogether and is admitted anew.
+
+So all decodes come first and take one token each, and N >= ``max_num_seqs`` (the engine insists on it too) means that no
+decode is ever left without a token. Decodes are the only ones that ask for blocks, since prompts hold theirs from
+admission: all allocations succeed exactly if the step's growth is no more than the free blocks, which is one comparison.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext, read_options
-from bullet.state import HYBRID, Chunk, Decision, HybridStep, Step, SystemState, Wait
+from bullet.state import HYBRID, Chunk, Decision, HybridStep, Request, Step, SystemState, Wait
+
+OPTIONS = {
+    # The engine's default on an A100 and smaller devices; on others of 70 GiB and more it is 1,024.
+    "max_num_seqs": 256,
+}
 
 
 class Vllm:
-    """One lane, running first, token budget. Options: ``max_num_seqs`` (256, vLLM's default)."""
+    """One lane, running first, a token budget."""
 
     lanes: tuple[str, ...] = (HYBRID,)
 
     def __init__(self, context: PolicyContext, budget_tokens: int) -> None:
-        options = read_options(f"vllm-{budget_tokens}", context.options, {"max_num_seqs": 256})
+        options = read_options(f"vllm-{budget_tokens}", context.options, OPTIONS)
         self.max_num_seqs: int = options["max_num_seqs"]
         self.budget_tokens = budget_tokens
         self.sms = context.splits.num_sms
@@ -36,67 +50,68 @@ class Vllm:
         if budget_tokens < self.max_num_seqs:
             raise ConfigError(f"policy vllm-{budget_tokens}: the token budget must be at least max_num_seqs = "
                               f"{self.max_num_seqs}, or decodes could not all run")
+        self._decode_all = HybridStep(self.sms)  # most steps are this one
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Running first, then admissions."""
-        decode, kv = state.decode, state.kv
+        decode, kv, queue = state.decode, state.kv, state.queue.requests
         seqs = decode.size
-        growth = decode.growth_blocks
-        if growth > kv.free_blocks:
+        free = kv.free_blocks - decode.growth_blocks
+        if free < 0:
             return self._preempting(state)
-        budget = self.budget_tokens - seqs
-        chunks: list[Chunk] = []
-        for request in state.chunked:
-            new = min(request.known_tokens - request.computed_tokens, budget)
-            if new > 0:
-                chunks.append(Chunk(request.id, new, request.computed_tokens))
-                budget -= new
-        if budget > 0 and state.queue.requests:
-            free = kv.free_blocks - growth
-            room = self.max_num_seqs - seqs - len(state.chunked)
-            for request in state.queue.requests:
-                if budget <= 0 or room <= 0:
-                    break
-                blocks = kv.blocks_for(request.known_tokens)
-                if blocks > free:
-                    break
-                new = min(request.known_tokens, budget)
-                chunks.append(Chunk(request.id, new, 0))
-                free -= blocks
-                budget -= new
-                room -= 1
+        if seqs and not queue and not state.chunked:
+            return self._decode_all
+        chunks, budget = _continue(state.chunked, self.budget_tokens - seqs)
+        slots = self.max_num_seqs - seqs - len(state.chunked)
+        for request in queue:
+            if budget == 0 or slots == 0:
+                break
+            blocks = kv.blocks_for(request.known_tokens)
+            if blocks > free:
+                break
+            new = min(request.known_tokens, budget)
+            chunks.append(Chunk(request.id, new, 0))
+            free -= blocks
+            budget -= new
+            slots -= 1
         if not seqs and not chunks:
             return Wait(reason="nothing fits")
         return HybridStep(self.sms, tuple(chunks), seqs > 0)
 
     def _preempting(self, state: SystemState) -> HybridStep:
-        """Blocks are short: walk ``running`` request by request, as the engine does. No admissions in such a step."""
+        """Blocks are short: walk ``running`` request by request, as the engine does. Nobody is admitted in such a step."""
         decode, kv = state.decode, state.kv
-        running = [*decode.requests.values(), *state.chunked]
-        free, served, victims = kv.free_blocks, 0, []
-        while served < len(running):
-            request = running[served]
-            inside = request.id in decode.requests
-            needed = 1 if inside and decode.needs_block(request) else 0
+        chunked = list(state.chunked)
+        decodes = list(decode.requests.values())
+        free, served = kv.free_blocks, 0
+        victims: list[int] = []
+        while served < len(decodes):
+            request = decodes[served]
+            needed = int(decode.needs_block(request))
             while needed > free:
-                victim = running.pop()
-                held = decode.cached(victim) if victim.id in decode.requests else victim.known_tokens
+                tail = (chunked or decodes).pop()
+                held = decode.cached(tail) if tail.id in decode.requests else tail.known_tokens
                 free += kv.blocks_for(held)
-                victims.append(victim.id)
-                if victim is request:
+                victims.append(tail.id)
+                if tail is request:
                     break
             else:
                 free -= needed
                 served += 1
-        seqs = sum(r.id in decode.requests for r in running)
-        budget = self.budget_tokens - seqs
-        chunks = []
-        for request in running[seqs:]:
-            new = min(request.known_tokens - request.computed_tokens, budget)
-            if new > 0:
-                chunks.append(Chunk(request.id, new, request.computed_tokens))
-                budget -= new
-        return HybridStep(self.sms, tuple(chunks), seqs > 0, preempt=tuple(victims), reason="preempt")
+        assert decodes or chunked, f"a lone request outgrew the KV cache of {kv.total_blocks} blocks; preempted {victims}"
+        chunks, _ = _continue(chunked, self.budget_tokens - len(decodes))
+        return HybridStep(self.sms, tuple(chunks), bool(decodes), preempt=tuple(victims), reason="preempt")
 
     def observe(self, step: Step, elapsed_s: float) -> None:
         """It learns nothing."""
+
+
+def _continue(chunked: Sequence[Request], budget: int) -> tuple[list[Chunk], int]:
+    """The next chunk of prompts computed in part, and the budget left."""
+    chunks: list[Chunk] = []
+    for request in chunked:
+        new = min(request.known_tokens - request.computed_tokens, budget)
+        if new > 0:
+            chunks.append(Chunk(request.id, new, request.computed_tokens))
+            budget -= new
+    return chunks, budget
