@@ -125,7 +125,7 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
     except BulletError:
         raise
     except Exception as exc:
-        raise ConfigError(f"{name}: could not be built: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"{name}: could not be built: {type(exc).__name__}: {_one_line(exc)}") from exc
     if not isinstance(policy, Policy):
         raise ConfigError(f"{name}: is not a policy: it needs lanes, next_step(lane, state, now_s) and "
                           "observe(step, elapsed_s)")
@@ -148,11 +148,19 @@ def load_custom(name: str) -> Callable[[PolicyContext], Policy]:
     sys.modules[module_name] = module  # dataclasses in the user's file look themselves up here
     try:
         spec.loader.exec_module(module)
-    except Exception as exc:
-        raise ConfigError(f"{path}: {type(exc).__name__} while loading: {exc}") from exc
+    except (Exception, SystemExit) as exc:  # a script without a main guard may well call sys.exit
+        del sys.modules[module_name]
+        raise ConfigError(f"{path}: {type(exc).__name__} while loading: {_one_line(exc)}") from exc
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         classes = sorted(k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module_name)
         raise ConfigError(f"{path}: no class {class_name!r}; it defines: {', '.join(classes) or 'none'}")
+    missing = [method for method in ("next_step", "observe") if not callable(getattr(found, method, None))]
+    if missing:  # lanes may well be set when it is built: make_policy looks at those
+        raise ConfigError(f"{path}: class {class_name!r} is not a policy: it lacks {' and '.join(missing)}")
     result: Callable[[PolicyContext], Policy] = found
     return result
+
+
+def _one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split())
