@@ -49,7 +49,10 @@ from bullet.workload import Workload, load_workload
 
 INFINITY = float("inf")
 STALL_DECISIONS = 20_000
-"""Decisions at one instant, or preemptions without one new token, after which a run counts as stuck."""
+"""Decisions at one instant, preemptions without one new token, or waits with nothing running and nothing to arrive,
+after which a run counts as stuck."""
+INSTANT_S = 1e-9
+"""Decisions closer than this are at one instant: no step is as short, and time may creep by its last bit."""
 
 
 class RowSink(Protocol):
@@ -163,6 +166,7 @@ class Simulation:
         self.stalled_at = -1.0
         self.tokens_emitted = 0
         self.preemptions_since_token = 0
+        self.waits_since_launch = 0
         self.row_state: dict[str, tuple[Any, ...]] = {}
         self.noise_std = config.device.noise_std
         self._noise: dict[str, tuple[np.random.Generator, list[float]]] = {}
@@ -274,7 +278,7 @@ class Simulation:
         self.decisions += 1
         if self.record is not None:
             self.record("next_step", (lane, state, now, decision))
-        if now == self.stalled_at or self.preemptions_since_token > STALL_DECISIONS:
+        if now - self.stalled_at < INSTANT_S or self.preemptions_since_token > STALL_DECISIONS:
             self._guard(now)
         else:
             self.stalled_at = now
@@ -288,6 +292,7 @@ class Simulation:
                 if decision.until_s <= now:
                     raise NoProgressError(self._stuck(f"{lane} asked to wait until {decision.until_s}, already past"))
                 self.wait_until_s[lane] = decision.until_s
+                self._guard_waits(lane)
             return
         self._launch(lane, decision, now)
 
@@ -329,6 +334,7 @@ class Simulation:
                 extra_s = self.config.device.reconfigure_s
             self.last_sms[lane] = step.sms
         self.launched[lane] += 1
+        self.waits_since_launch = 0
         self.gpu.launch(lane, step, work, now, extra_s, self._noise_factor(lane) if self.noise_std else 1.0)
         self.row_state[lane] = (*counts, queue_length, state.kv.used_blocks, *(step.target or state.target))
 
@@ -512,6 +518,13 @@ class Simulation:
             raise NoProgressError(self._stuck(f"{STALL_DECISIONS} decisions at one instant"))
         if self.preemptions_since_token > STALL_DECISIONS:
             raise NoProgressError(self._stuck(f"{STALL_DECISIONS} preemptions without one new token"))
+
+    def _guard_waits(self, lane: str) -> None:
+        """A policy that waits, and then waits again, with nobody else to change anything, would do so for ever."""
+        self.waits_since_launch += 1
+        if (self.waits_since_launch > STALL_DECISIONS and not self.gpu.flights
+                and self.next_arrival == len(self.arrivals)):
+            raise NoProgressError(self._stuck(f"{lane} waited {STALL_DECISIONS} times while nothing ran or arrived"))
 
     def _stuck(self, why: str) -> str:
         state = self.state
