@@ -2,7 +2,10 @@
 
 TTFT = first token - arrival. TPOT = (last - first token) / (output - 1): waits between tokens count; one-token outputs
 meet any TPOT objective and are left out of its mean. Rejected requests count as missed objectives. Throughput =
-finished / (last finish - first arrival), drain included. Goodput = highest rate with attainment >= 0.9.
+finished / (last finish - first arrival), drain included. Goodput = highest rate with attainment >= 0.9. Latencies are of
+finished requests; what is undefined (no request finished) is ``None``, null in JSON, never NaN.
+
+Source: whatever the outcome's ``source`` says; a figure is as good as the timestamps.
 """
 
 from __future__ import annotations
@@ -52,17 +55,25 @@ def attained(requests: RequestTable, reading: str, tpot_slo_s: float) -> NDArray
 
 
 def weighted_percentile(values: Array, counts: NDArray[np.int64], percent: float) -> float | None:
-    """Nearest-rank percentile of values that stand ``counts`` times each."""
+    """Percentile of values that stand ``counts`` times each, as ``np.percentile`` of them written out would give it."""
     total = int(counts.sum())
     if total == 0:
         return None
     order = np.argsort(values, kind="stable")
-    rank = max(1, int(np.ceil(percent / 100 * total)))
-    return float(values[order][np.searchsorted(np.cumsum(counts[order]), rank)])
+    upto = np.cumsum(counts[order])
+    place = (total - 1) * percent / 100
+    low = int(place)
+    below, above = values[order][np.searchsorted(upto, (low, min(low + 1, total - 1)), side="right")].tolist()
+    return float(below + (above - below) * (place - low))
 
 
 def goodput(rates: Sequence[float], attainments: Sequence[float], goal: float = 0.9) -> float | None:
-    """Highest rate with attainment >= ``goal``, linear between measured rates; ``None`` if none reaches it."""
+    """Highest rate with attainment >= ``goal``, linear between measured rates; ``None`` if none reaches it.
+
+    Where the highest measured rate still reaches it, that rate: a lower bound. Where attainment falls under the goal and
+    rises again, the last crossing counts, as the definition says.
+    """
+    assert len(rates) == len(attainments), f"{len(rates)} rates, {len(attainments)} attainments"
     order = np.argsort(rates)
     x, y = np.asarray(rates, dtype=float)[order], np.asarray(attainments, dtype=float)[order]
     reached = np.flatnonzero(y >= goal)
@@ -86,7 +97,11 @@ def _statistics(name: str, values: Array) -> dict[str, float | None]:
 
 
 def summarise(outcome: RunOutcome) -> dict[str, Any]:
-    """All figures of a run that do not depend on the machine it ran on."""
+    """All figures of a run that do not depend on the machine it ran on; docs/results.md says what each one is.
+
+    Names, units (ms, per second) and percentiles (linear, as ``np.percentile``) are those of the serving benchmarks of
+    vLLM and SGLang where they have the figure. Equal outcomes give equal dictionaries, in equal order.
+    """
     requests, steps = outcome.requests, outcome.steps
     status = requests["status"]
     done = status == "finished"
@@ -110,6 +125,8 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     predicted = ~np.isnan(steps["predicted_s"])
     error = np.abs(steps["predicted_s"][predicted] / steps["actual_s"][predicted] - 1)
     total_sm_s = outcome.num_sms * outcome.span_s
+    given_sm_s = sum(outcome.sm_seconds.values())
+    assert abs(given_sm_s - total_sm_s) <= 1e-6 * max(1.0, total_sm_s), f"I5: {given_sm_s} SM-seconds of {total_sm_s}"
     summary: dict[str, Any] = {
         "source": outcome.source, "system": outcome.system, "gpu": outcome.device.get("gpu"),
         "model": outcome.device.get("model"), "device_source": outcome.device.get("source"),

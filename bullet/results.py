@@ -2,7 +2,8 @@
 
 ``config.toml`` (resolved), ``requests.parquet``, ``steps.parquet``, ``summary.json``; ``timing.json`` (wall-clock figures:
 the one file that differs between equal runs). While a run goes on rows go to numbered part files; closing merges them
-through a temporary file and a rename. An interrupted run keeps its rows, and its summary says ``"complete": false``.
+through a temporary file and a rename. An interrupted run keeps its rows, and its summary says ``"complete": false``; so
+does, from the first moment, that of a run that is killed outright. docs/results.md describes the files.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.config import RunConfig, to_toml
+from bullet.config import RunConfig, load_run_config, to_toml
 from bullet.errors import ResultsError
 
 STEP_COLUMNS: Mapping[str, str] = MappingProxyType({
@@ -38,6 +39,7 @@ REQUEST_COLUMNS: Mapping[str, str] = MappingProxyType({
 """Columns of requests.parquet. Times are null where the request did not get that far."""
 
 PART_ROWS = 16384
+"""Rows that are held in memory before they go to a part file: 6 MB of tuples; a killed run loses no more than these."""
 
 
 class Table:
@@ -108,7 +110,7 @@ class RunOutcome:
     source: str = "simulated"
 
 
-def _arrow(table: Table, source: str) -> Any:
+def _arrow(table: Table, metadata: Mapping[str, str]) -> Any:
     import pyarrow as pa
 
     arrays, fields = [], []
@@ -117,8 +119,9 @@ def _arrow(table: Table, source: str) -> Any:
         if kind == "str":
             # Names repeat: a dictionary of the few, codes for the many. Built by hand: handing lists to pyarrow would
             # import pandas where it is installed.
-            known = {text: i for i, text in enumerate(sorted(set(values.tolist())))}
-            codes = np.fromiter((known[v] for v in values.tolist()), dtype=np.int32, count=len(values))
+            texts = values.tolist()
+            known = {text: i for i, text in enumerate(sorted(set(texts)))}
+            codes = np.fromiter(map(known.__getitem__, texts), dtype=np.int32, count=len(texts))
             array = pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(list(known), type=pa.string()))
         elif kind == "f8":
             array = pa.array(values, mask=np.isnan(values))
@@ -126,23 +129,46 @@ def _arrow(table: Table, source: str) -> Any:
             array = pa.array(values)
         arrays.append(array)
         fields.append(pa.field(name, array.type))
-    return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata={"source": source}))
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=dict(metadata)))
 
 
-def write_parquet(path: Path, table: Table, source: str) -> None:
-    """Write through a temporary file, so that a reader never sees half a table."""
+def _cannot_write(path: Path, exc: OSError) -> ResultsError:
+    return ResultsError(f"{path}: cannot be written ({exc.strerror or exc})")
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename once the bytes are on the disk, so that no crash leaves an empty file under the final name."""
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_parquet(path: Path, table: Table, metadata: Mapping[str, str]) -> None:
+    """Write through a temporary file, so that a reader never sees half a table. Equal rows and metadata, equal bytes.
+
+    ``metadata``: at least ``source`` (simulated, measured). :class:`ResultsError` if it cannot be written.
+    """
     import pyarrow.parquet as pq
 
     temporary = path.with_suffix(".tmp")
-    pq.write_table(_arrow(table, source), temporary, compression="zstd", row_group_size=1 << 20)
-    os.replace(temporary, path)
+    try:
+        # Dictionaries of numbers nearly all different, and statistics of one row group, cost three quarters of the time
+        # and make the file larger.
+        pq.write_table(_arrow(table, metadata), temporary, compression="zstd", row_group_size=1 << 20, write_statistics=False,
+                       use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
+        _replace(temporary, path)
+    except OSError as exc:
+        raise _cannot_write(path, exc) from None
 
 
 def write_text(path: Path, text: str) -> None:
     """As :func:`write_parquet`, for text."""
     temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _replace(temporary, path)
+    except OSError as exc:
+        raise _cannot_write(path, exc) from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -165,78 +191,138 @@ def create_folder(folder: Path) -> None:
 
 
 class RunWriter:
-    """Takes a run's rows. ``close`` ends a whole run, ``abort`` one that was stopped."""
+    """Takes a run's rows. ``close`` ends a whole run, ``abort`` one that was stopped.
+
+    As a context manager it aborts by itself if the block is left, by whatever exception, before ``close``. Raises
+    :class:`ResultsError` if ``folder`` exists and is not empty, or cannot be written.
+    """
 
     def __init__(self, folder: Path, *, source: str = "simulated", part_rows: int = PART_ROWS) -> None:
         create_folder(folder)
         self.folder = folder
         self.source = source
         self.part_rows = part_rows
+        self.metadata = {"source": source}
+        self.ended = False
         self._parts = folder / "parts"
         self._parts.mkdir()
         self._rows: dict[type[Table], list[tuple[Any, ...]]] = {StepTable: [], RequestTable: []}
-        self._written: dict[type[Table], list[Path]] = {StepTable: [], RequestTable: []}
+        # The outcome needs every row in the end: columns stay in memory (130 bytes a step) and are not read back.
+        self._flushed: dict[type[Table], list[Table]] = {StepTable: [], RequestTable: []}
         self._step_rows, self._request_rows = self._rows[StepTable], self._rows[RequestTable]
+        self._step_limit = part_rows
+        self._stopping = self._merged = False
         self._tables: tuple[StepTable, RequestTable] | None = None
+        self._say_incomplete("still running, or killed; rows that were written are in parts/", {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        if self.ended:
+            return
+        if exc is None:
+            self.abort("left before its end")
+            return
+        why = "interrupted" if isinstance(exc, KeyboardInterrupt) else f"{type(exc).__name__}: {exc}"
+        try:
+            self.abort(why)
+        except ResultsError:
+            # A full disk stopped the run and stops this too: the part files stay, and the first error is the one to tell.
+            return
 
     def resolved(self, config: RunConfig) -> None:
-        """Store the configuration as it will be run."""
+        """Store the configuration as it will be run; its hardware, model and policy go into the tables' metadata."""
         write_text(self.folder / "config.toml", to_toml(config))
+        self.metadata |= {"gpu": config.device.gpu, "model": config.device.model, "policy": config.policy.name}
 
     def step(self, row: tuple[Any, ...]) -> None:
-        """A row of ``STEP_COLUMNS``."""
-        self._step_rows.append(row)
-        if len(self._step_rows) >= self.part_rows:
-            self._flush(StepTable)
+        """A row of ``STEP_COLUMNS``. Raises ``KeyboardInterrupt``, the row kept, once ``request_stop`` was called."""
+        rows = self._step_rows
+        rows.append(row)
+        if len(rows) >= self._step_limit:
+            if len(rows) >= self.part_rows:
+                self._flush(StepTable)
+            if self._stopping:
+                raise KeyboardInterrupt
 
     def request(self, row: tuple[Any, ...]) -> None:
         """A row of ``REQUEST_COLUMNS``."""
-        self._request_rows.append(row)
-        if len(self._request_rows) >= self.part_rows:
+        rows = self._request_rows
+        rows.append(row)
+        if len(rows) >= self.part_rows:
             self._flush(RequestTable)
 
+    def request_stop(self) -> None:
+        """Stop the run at its next step; safe to call from a signal handler.
+
+        An exception raised by the handler itself could strike between a state change and its row, and a request would
+        vanish from the account.
+        """
+        self._stopping = True
+        self._step_limit = 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether ``request_stop`` was called."""
+        return self._stopping
+
     def _flush(self, cls: type[Table]) -> None:
-        rows = self._rows[cls]
-        if not rows:
-            return
-        path = self._parts / f"{cls.__name__.removesuffix('Table').lower()}s-{len(self._written[cls]):05d}.parquet"
-        write_parquet(path, cls.from_rows(rows), self.source)
-        self._written[cls].append(path)
+        rows, flushed = self._rows[cls], self._flushed[cls]
+        table = cls.from_rows(rows)
+        write_parquet(self._part(cls, len(flushed)), table, self.metadata)
+        flushed.append(table)
         rows.clear()
+
+    def _part(self, cls: type[Table], number: int) -> Path:
+        return self._parts / f"{_stem(cls)}-{number:05d}.parquet"
 
     def tables(self) -> tuple[StepTable, RequestTable]:
         """All rows so far."""
         if self._tables is None:
-            found = []
-            for cls, rows in self._rows.items():
-                parts = [read_table(path, cls) for path in self._written[cls]]
-                found.append(cls.concatenate([*parts, cls.from_rows(rows)]))
-            self._tables = (found[0], found[1])
+            steps, requests = (cls.concatenate([*self._flushed[cls], cls.from_rows(rows)])
+                               for cls, rows in self._rows.items())
+            self._tables = (steps, requests)
         return self._tables
 
     def _merge(self) -> None:
-        steps, requests = self.tables()
-        write_parquet(self.folder / "steps.parquet", steps, self.source)
-        write_parquet(self.folder / "requests.parquet", requests, self.source)
-        for paths in self._written.values():
-            for path in paths:
-                path.unlink()
-        self._parts.rmdir()
+        for table in self.tables():
+            write_parquet(self.folder / f"{_stem(type(table))}.parquet", table, self.metadata)
+        self._merged = True
+        try:
+            for cls, flushed in self._flushed.items():
+                for number in range(len(flushed)):
+                    self._part(cls, number).unlink()
+            self._parts.rmdir()
+        except OSError as exc:
+            raise _cannot_write(self._parts, exc) from None
+
+    def _say_incomplete(self, why: str, counts: Mapping[str, Any]) -> None:
+        write_json(self.folder / "summary.json", {"complete": False, "why": why, "source": self.source, **counts})
 
     def close(self, outcome: RunOutcome, summary: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
-        """Merge the parts; write summary and timing."""
+        """Merge the parts; write summary and timing. :class:`ResultsError` if that fails: the parts stay."""
+        if "source" in outcome.device:
+            self.metadata["device_source"] = str(outcome.device["source"])
         self._merge()
-        write_json(self.folder / "summary.json", {"complete": True, **summary})
         write_json(self.folder / "timing.json", timing)
+        write_json(self.folder / "summary.json", {"complete": True, **summary})
+        self.ended = True
 
-    def abort(self, why: str) -> None:
-        """Keep what there is, and say that it is not all."""
-        self._tables = None
-        self._merge()
+    def abort(self, why: str) -> dict[str, int]:
+        """Keep what there is, and say that it is not all. Returns requests offered, finished, rejected, unfinished."""
+        if not self._merged:
+            self._tables = None
+            self._merge()
         status = self.tables()[1]["status"].tolist()
-        counts = {name: status.count(name) for name in ("finished", "rejected", "unfinished")}
-        write_json(self.folder / "summary.json", {"complete": False, "why": why, "source": self.source,
-                                                  "offered": len(status), **counts})
+        counts = {"offered": len(status)} | {name: status.count(name) for name in ("finished", "rejected", "unfinished")}
+        self._say_incomplete(why, counts)
+        self.ended = True
+        return counts
+
+
+def _stem(cls: type[Table]) -> str:
+    return "steps" if cls is StepTable else "requests"
 
 
 def read_table(path: Path, cls: type[Table]) -> Any:
@@ -244,6 +330,8 @@ def read_table(path: Path, cls: type[Table]) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if not path.is_file():
+        raise ResultsError(f"{path}: no such file")
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as exc:
@@ -251,24 +339,48 @@ def read_table(path: Path, cls: type[Table]) -> Any:
     missing = [name for name in cls.columns if name not in table.column_names]
     if missing:
         raise ResultsError(f"{path}: not a results file of this version: no column {', '.join(missing)}")
-    data: dict[str, NDArray[Any]] = {}
-    for name, kind in cls.columns.items():
-        column = table.column(name).combine_chunks()
-        if kind == "str":
-            if isinstance(column, pa.ChunkedArray):
-                column = column.combine_chunks()
-            names = np.array(column.dictionary.to_pylist(), dtype=object)
-            codes = column.indices.to_numpy(zero_copy_only=False)
-            data[name] = names[codes] if len(codes) else np.empty(0, dtype=object)
-        else:
-            data[name] = column.to_numpy(zero_copy_only=False).astype(kind)
-    return cls(data)
-
-
-def load_run(folder: Path) -> tuple[dict[str, Any], StepTable, RequestTable]:
-    """Summary, steps and requests of a stored run."""
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ResultsError(f"{folder}: no readable summary.json ({exc})") from None
-    return summary, read_table(folder / "steps.parquet", StepTable), read_table(folder / "requests.parquet", RequestTable)
+        return cls({name: _column(table.column(name), kind) for name, kind in cls.columns.items()})
+    except (AttributeError, TypeError, ValueError, pa.ArrowException) as exc:
+        raise ResultsError(f"{path}: a column is not of the type it should be ({exc})") from None
+
+
+def _column(chunks: Any, kind: str) -> NDArray[Any]:
+    column = chunks.combine_chunks()
+    if kind != "str":
+        values: NDArray[Any] = column.to_numpy(zero_copy_only=False).astype(kind)
+        return values
+    names = np.array(column.dictionary.to_pylist(), dtype=object)
+    codes = column.indices.to_numpy(zero_copy_only=False)
+    return names[codes] if len(codes) else np.empty(0, dtype=object)
+
+
+class StoredRun(NamedTuple):
+    """A results folder read back. ``summary["complete"]`` is false for a run that was stopped."""
+
+    config: RunConfig
+    summary: dict[str, Any]
+    steps: StepTable
+    requests: RequestTable
+
+
+def load_run(folder: Path) -> StoredRun:
+    """Read a results folder; of a killed run, what is in its part files. :class:`ResultsError` names what is amiss."""
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ResultsError(f"{path}: cannot be read ({exc.strerror}): is {folder} the folder of one run?") from None
+    except ValueError as exc:
+        raise ResultsError(f"{path}: is not JSON ({exc})") from None
+    if not isinstance(summary, dict) or "complete" not in summary:
+        raise ResultsError(f"{path}: is not the summary of a run: it has no \"complete\"")
+    steps, requests = (_stored(folder, cls) for cls in (StepTable, RequestTable))
+    return StoredRun(load_run_config(folder / "config.toml"), summary, steps, requests)
+
+
+def _stored(folder: Path, cls: type[Table]) -> Any:
+    whole, parts = folder / f"{_stem(cls)}.parquet", folder / "parts"
+    if whole.exists() or not parts.is_dir():
+        return read_table(whole, cls)
+    return cls.concatenate([read_table(path, cls) for path in sorted(parts.glob(f"{_stem(cls)}-*.parquet"))])
