@@ -113,7 +113,9 @@ class Sglang:
             free += kv.blocks_for(decode.cached(victim))
             victims.append(victim)
         if len(ranked) == 1 and decode.needs_block(ranked[0]) and free < 1:
-            raise AssertionError(f"{ranked[0]} outgrew the KV cache of {kv.total_blocks} blocks")
+            # A mixed batch's pending prompt holds the rest of the cache: it goes too.
+            assert state.chunked, f"{ranked[0]} outgrew the KV cache of {kv.total_blocks} blocks"
+            victims.extend(reversed(state.chunked))
         options = self.options
         decoded = sum(decode.generated(r) for r in ranked)
         self.ratio = min(1.0, (decoded + options["retract_steps"] * len(ranked))
