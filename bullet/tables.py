@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from bullet.errors import ProfileError
+from bullet.errors import ProfileError, ResultsError
 
 SCHEMA = "bullet-samples"
 SCHEMA_VERSION = 1
@@ -117,7 +117,8 @@ class Journal:
     """Append-only rows on disk, flushed one by one. A context manager.
 
     ``identity``: what must agree for rows to be comparable (gpu, source, backend). Opening an existing journal reads its
-    rows; :class:`ProfileError` if it is of another schema or identity, or broken anywhere but in its last line.
+    rows; :class:`ProfileError` if it is of another schema or identity, or broken anywhere but in its last line;
+    :class:`ResultsError` if it cannot be written.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
@@ -138,7 +139,7 @@ class Journal:
                 self._file = path.open("w", encoding="utf-8")
                 self._write({"schema": SCHEMA, "version": SCHEMA_VERSION, **self.identity})
         except OSError as exc:
-            raise ProfileError(f"{path}: cannot be written ({exc.strerror}): choose another --out") from None
+            raise ResultsError(f"{path}: cannot be written ({exc.strerror}): choose another --out") from None
 
     def append(self, row: Mapping[str, Any]) -> Row:
         """Check, write and flush one row."""
@@ -146,7 +147,7 @@ class Journal:
         try:
             self._write(full)
         except OSError as exc:
-            raise ProfileError(f"{self.path}: cannot be written ({exc.strerror}): rows until here are kept") from None
+            raise ResultsError(f"{self.path}: cannot be written ({exc.strerror}): rows until here are kept") from None
         self.rows.append(full)
         return full
 
@@ -210,7 +211,7 @@ def finalise(rows: Sequence[Mapping[str, Any]], drift_limit: float = DRIFT_LIMIT
     Drift: the mean of the anchors just before and just after the row, over the median anchor of its run, minus 1.
     Slow-down: over the median of the rows alone on the same lane of the same split, drifted rows left out.
     """
-    out = [dict(row) for row in rows]
+    out = [check_row(row) for row in rows]
     anchors: dict[int, list[tuple[int, float]]] = {}
     for row in out:
         if row["kind"] == "anchor":
@@ -285,7 +286,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], metadata: Mappi
         os.replace(temporary, path)
     except OSError as exc:
         temporary.unlink(missing_ok=True)
-        raise ProfileError(f"{path}: cannot be written ({exc.strerror or exc})") from None
+        raise ResultsError(f"{path}: cannot be written ({exc.strerror or exc})") from None
 
 
 def read_parquet(path: Path) -> tuple[list[Row], dict[str, str]]:

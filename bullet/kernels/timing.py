@@ -36,7 +36,7 @@ class Stats(NamedTuple):
 class Window(NamedTuple):
     """Samples of one lane that lie inside the other lane's activity.
 
-    ``seconds``: per repetition, one entry a kept replay. ``window_s``: seconds in which both lanes were busy.
+    ``seconds``: per repetition, one entry a kept replay. ``window_s``: seconds in which both lanes are known to be busy.
     """
 
     seconds: list[float]
@@ -80,14 +80,15 @@ def repeats(once_s: float, min_replay_s: float, rotation: int) -> int:
 
 
 def inside(own: Sequence[Interval], other: Sequence[Interval], repetitions: int) -> Window:
-    """Own replays that lie wholly between the other lane's first start and last end.
+    """Own replays that lie wholly between the end of the other lane's first replay and the end of its last.
 
-    The first replay of the own lane is dropped: caches and clocks are still settling in it. The other lane's replays are
-    taken as back to back, since they were queued ahead.
+    Not from the other's first *start*: that event fires when the stream gets to it, which is before its kernel runs if
+    the device serialises the lanes; only an end proves that the other lane was running. The first own replay is dropped
+    too: caches and clocks still settle in it. In between, replays are back to back, since they were queued ahead.
     """
     if not own or not other:
         return Window([], 0.0)
-    start, end = other[0].start_s, other[-1].end_s
+    start, end = other[0].end_s, other[-1].end_s
     kept = [(i.end_s - i.start_s) / repetitions for i in own[1:] if i.start_s >= start and i.end_s <= end]
     both = min(own[-1].end_s, end) - max(own[0].start_s, start)
     return Window(kept, max(0.0, both))
@@ -100,5 +101,5 @@ def train_lengths(prefill_s: float, decode_s: float, *, min_prefill: int, min_de
     A margin for slow-down: each lane gets half as much again as its runs alone would need, plus the dropped first.
     Never more than ``limit``: the driver's queue must hold the whole train.
     """
-    window_s = max((min_prefill + 2) * prefill_s, (min_decode + 2) * decode_s)
+    window_s = max((min_prefill + 3) * prefill_s, (min_decode + 3) * decode_s)
     return tuple(min(limit, max(3, math.ceil(1.5 * window_s / s))) for s in (prefill_s, decode_s))  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from bullet.errors import BulletError, PartitionError, ProfileError
+from bullet.errors import BulletError, PartitionError, ResultsError
 from bullet.runtime.partition import Pair, PartitionTable, Split
 
 MODES = ("eager", "graph")
@@ -102,7 +102,7 @@ class CheckReport:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"proven": self.proven, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         except OSError as exc:
-            raise ProfileError(f"{path}: cannot be written ({exc.strerror}): choose another --out") from None
+            raise ResultsError(f"{path}: cannot be written ({exc.strerror}): choose another --out") from None
 
     def lines(self) -> list[str]:
         """The verdicts for printing, one line a pair."""
@@ -127,6 +127,8 @@ class CheckReport:
             out.append(f"  switch between pairs: {self.switch_s * 1e6:.1f} us (event wait, device side)")
         if len(self.lane_names) > 2:
             out.append(f"  shared SMs across pairs: {_cross_overlaps(self)}")
+        if self.backend != "green-context":
+            return out
         good = sum(p.proven for p in self.pairs) if not self.control_reasons else 0
         out.append(f"  {good} of {len(self.pairs)} pairs proven" + (f", {len(self.refused)} refused" if self.refused else ""))
         return out

@@ -52,8 +52,14 @@ def test_inside_keeps_whole_replays_and_drops_the_first():
     own = [Interval(0, 1), Interval(1, 2), Interval(2, 3), Interval(3, 4), Interval(4, 5)]
     other = [Interval(0.5, 2), Interval(2, 4.5)]
     window = inside(own, other, repetitions=2)
-    assert window.seconds == [0.5, 0.5, 0.5]  # 1-2, 2-3, 3-4; 4-5 outlasts the other lane
-    assert window.window_s == 4.0
+    assert window.seconds == [0.5, 0.5]  # 2-3 and 3-4: from the other's first end on; 4-5 outlasts the other lane
+    assert window.window_s == 2.5
+
+
+def test_a_lane_that_only_queued_is_not_a_corunner():
+    """Serialised: the other's start event fired at once, but its first replay ended after all of the own."""
+    own = [Interval(i, i + 1) for i in range(5)]
+    assert inside(own, [Interval(0, 6), Interval(6, 7)], 1) == ([], 0.0)
 
 
 def test_inside_without_overlap_is_empty():

@@ -16,6 +16,7 @@ from stub_driver import StubDriver
 class FakeStream:
     def __init__(self, cuda: FakeCuda, handle: int | None = None, priority: int = 0) -> None:
         self.cuda, self.handle, self.priority, self.now = cuda, handle, priority, 0.0
+        cuda.streams.append(self)
 
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.log.append("wait")
@@ -23,6 +24,7 @@ class FakeStream:
 
     def synchronize(self) -> None:
         self.cuda.log.append("synchronize")
+        self.cuda.host = max(self.cuda.host, self.now)
 
     @property
     def sms(self) -> frozenset[int]:
@@ -39,10 +41,12 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         assert self.cuda.capturing is None
         self.cuda.log.append("record")
+        self.cuda.spend(stream, 0.0)
         self.at = stream.now
 
     def synchronize(self) -> None:
         self.cuda.log.append("synchronize")
+        self.cuda.host = max(self.cuda.host, self.at)
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return (other.at - self.at) * 1e3
@@ -89,18 +93,20 @@ class FakeCuda:
         self.lost = False
         self.launches = 0
         self.last = 0.0
+        self.host = 0.0
+        self.streams: list[FakeStream] = []
 
-    def Event(self, enable_timing: bool = False) -> FakeEvent:  # noqa: N802
+    def Event(self, enable_timing: bool = False) -> FakeEvent:
         assert enable_timing
         return FakeEvent(self)
 
-    def Stream(self, priority: int = 0) -> FakeStream:  # noqa: N802
+    def Stream(self, priority: int = 0) -> FakeStream:
         return FakeStream(self, None, priority)
 
-    def ExternalStream(self, handle: int) -> FakeStream:  # noqa: N802
+    def ExternalStream(self, handle: int) -> FakeStream:
         return FakeStream(self, handle)
 
-    def CUDAGraph(self) -> FakeGraph:  # noqa: N802
+    def CUDAGraph(self) -> FakeGraph:
         return FakeGraph(self)
 
     @contextmanager
@@ -113,6 +119,7 @@ class FakeCuda:
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
+        self.host = max([self.host, *(stream.now for stream in self.streams)])
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -123,10 +130,8 @@ class FakeCuda:
         self.log.append("empty_cache")
 
     def spend(self, stream: FakeStream, seconds: float) -> None:
-        if self.serial:
-            stream.now = max(stream.now, self.last)
-        stream.now += seconds
-        self.last = stream.now
+        stream.now = max(stream.now, self.host, self.last if self.serial and seconds else 0.0) + seconds
+        self.last = max(self.last, stream.now)
 
     def launch(self, seconds: float, effect=None) -> None:
         """One kernel on the current stream, or into the graph being captured."""
@@ -161,7 +166,7 @@ class FakeKernels:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
 
-    def ProbeBuffers(self, blocks: int, device: object) -> SimpleNamespace:  # noqa: N802
+    def ProbeBuffers(self, blocks: int, device: object) -> SimpleNamespace:
         buffers = SimpleNamespace(blocks=blocks, smid=FakeArray([-1] * blocks), start=FakeArray([0] * blocks),
                                   end=FakeArray([0] * blocks))
 

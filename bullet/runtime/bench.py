@@ -1,0 +1,328 @@
+"""What a sweep asks of a device, and the two devices that need no GPU: this machine's CPU and the simulator's.
+
+All three (the third is :mod:`bullet.runtime.bench_cuda`) run the same loop in :mod:`bullet.runtime.sweep`. CPU times are
+never GPU measurements: the device is called "CPU, no partition", threads are the unit, and the lanes of a co-run
+alternate instead of running at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from bullet.config import MODELS, DeviceConfig, ModelSpec, get_gpu
+from bullet.errors import ProfileError
+from bullet.kernels import timing
+from bullet.runtime.partition import Lane, Pair, PartitionTable, Split
+from bullet.runtime.plan import Point, Shape, flops_and_bytes
+
+CPU_NAME = "CPU, no partition"
+
+
+class PointError(ProfileError):
+    """One point failed and the device is well: the sweep goes on without it."""
+
+
+class DeviceLostError(ProfileError):
+    """The device answers no more: the sweep ends, what was measured is kept."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One lane's samples. ``stats``: seconds of one repetition. ``window_s`` is None alone.
+
+    ``corunner``: idle, a control's name, or an operation, whose size is ``corunner_shape``.
+    """
+
+    lane: str
+    shape: Shape
+    sms: int
+    stats: timing.Stats
+    repeats: int
+    corunner: str = "idle"
+    corunner_shape: Shape | None = None
+    corunner_sms: int | None = None
+    corunner_bytes_per_s: float | None = None
+    window_s: float | None = None
+
+
+class Bench(Protocol):
+    """A device under measurement. ``source`` is measured or simulated; ``unit`` is SM or thread."""
+
+    backend: str
+    source: str
+    gpu: str
+    unit: str
+    num_units: int
+    dtype: str
+    table: PartitionTable
+
+    def allowed(self, point: Point) -> bool:
+        """Whether this device can measure such a point at all."""
+        ...
+
+    def measure(self, point: Point) -> list[Measurement]:
+        """One row a lane timed; :class:`PointError` or :class:`DeviceLostError`."""
+        ...
+
+    def anchor(self) -> Measurement:
+        """The same full-device operation each time: what drift is read from."""
+        ...
+
+    def clocks(self) -> dict[str, float | None]:
+        """``clock_sm_hz``, ``clock_mem_hz``, ``temperature_c``, ``power_w``: read, never set."""
+        ...
+
+    def provenance(self) -> Mapping[str, Any]:
+        """Columns of :mod:`bullet.tables` that are the same on every row."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+        ...
+
+
+NO_CLOCKS: dict[str, float | None] = {"clock_sm_hz": None, "clock_mem_hz": None, "temperature_c": None, "power_w": None}
+
+
+def lane_units(bench: Bench, point: Point, lane: str) -> int:
+    """Units of the lane on which the point runs."""
+    return bench.num_units if point.split is None else int(getattr(point.split, f"{lane}_sms"))
+
+
+def other_lane(lane: str) -> str:
+    """The other of prefill and decode."""
+    return "decode" if lane == "prefill" else "prefill"
+
+
+# ------------------------------------------------------------------------------------------------- CPU
+
+
+class CpuBench:
+    """This machine's cores, really timed: it proves the loop, not contention.
+
+    A lane's "SMs" are the threads torch may use; a co-run alternates the lanes' replays. ``clock`` is injected by tests.
+    """
+
+    backend = "cpu"
+    source = "measured"
+    unit = "thread"
+    gpu = CPU_NAME
+    dtype = "float32"
+
+    def __init__(self, model: ModelSpec, *, threads: int | None = None, replays: int = 7, min_replay_s: float = 1e-3,
+                 limit_bytes: int = 1 << 30, seed: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        try:
+            import torch
+
+            from bullet.kernels import reference
+        except ImportError as exc:
+            raise ProfileError(f"torch is not installed ({exc}): --device cpu needs it; "
+                               "--device simulated does not") from None
+        self._torch = torch
+        self._before = torch.get_num_threads()
+        self.num_units = threads or os.cpu_count() or 1
+        if self.num_units < 1:
+            raise ProfileError(f"--threads {threads}: must be 1 or more")
+        self.model = model
+        self._replays = replays
+        self._min_replay_s = min_replay_s
+        self._clock = clock
+        # Rotation past a last-level cache of 32 MiB; on a CPU nothing rests on it.
+        self._shop = reference.Workloads(model, torch.device("cpu"), torch.float32, l2_bytes=32 << 20,
+                                         limit_bytes=limit_bytes // 8, seed=seed)
+        self._built: dict[tuple[Shape, str], Any] = {}
+        self._repeats: dict[tuple[Shape, str, int], int] = {}
+        # One thread cannot be split: both lanes then name the same one, which alternation permits.
+        splits = [Split(p, self.num_units - p) for p in range(1, self.num_units)] or [Split(1, 1)]
+        self.table = PartitionTable("none", self.num_units, [
+            Pair(i, s, Lane("prefill", s.prefill_sms, s.prefill_sms), Lane("decode", s.decode_sms, s.decode_sms))
+            for i, s in enumerate(splits)])
+
+    def allowed(self, point: Point) -> bool:
+        return True
+
+    def measure(self, point: Point) -> list[Measurement]:
+        if point.kind == "solo":
+            units = lane_units(self, point, point.lane)
+            repetitions = self._calibrate(point.shape, point.lane, units)
+            samples = [self._once(point.shape, point.lane, units, repetitions) for _ in range(self._replays)]
+            stats = timing.summarise([(i.end_s - i.start_s) / repetitions for i in samples])
+            return [Measurement(point.lane, point.shape, units, stats, repetitions)]
+        lane = "prefill" if point.kind == "corun" else point.lane
+        own: tuple[Any, str, int] = (point.shape, lane, lane_units(self, point, lane))
+        other: tuple[Any, str, int] = (point.other or point.control, other_lane(lane),
+                                       lane_units(self, point, other_lane(lane)))
+        counts = [self._calibrate(*one) for one in (own, other)]
+        trains: tuple[list[timing.Interval], list[timing.Interval]] = ([], [])
+        for turn in range(2 * self._replays + 5):
+            which = turn % 2
+            trains[which].append(self._once(*(own, other)[which], counts[which]))
+        rows = [self._beside(own, counts[0], trains[0], other, counts[1], trains[1])]
+        if point.kind == "corun":
+            rows.append(self._beside(other, counts[1], trains[1], own, counts[0], trains[0]))
+        return rows
+
+    def _beside(self, own: tuple[Any, str, int], repetitions: int, train: list[timing.Interval],
+                other: tuple[Any, str, int], other_repetitions: int, other_train: list[timing.Interval]) -> Measurement:
+        window = timing.inside(train, other_train, repetitions)
+        busy_s = sum(i.end_s - i.start_s for i in other_train)
+        name, shape = (other[0].op, other[0]) if isinstance(other[0], Shape) else (other[0], None)
+        moved = flops_and_bytes(self.model, shape)[1] * 4 / self.model.dtype_bytes if shape else None
+        rate = moved * other_repetitions * len(other_train) / busy_s if moved is not None else None
+        return Measurement(own[1], own[0], own[2], timing.summarise(window.seconds), repetitions, name, shape, other[2],
+                           rate, window.window_s)
+
+    def _once(self, shape: Shape | str, lane: str, units: int, repetitions: int) -> timing.Interval:
+        work = self._workload(shape, lane)
+        self._torch.set_num_threads(units)
+        start = self._clock()
+        for i in range(repetitions):
+            work.run(i % work.rotation)
+        return timing.Interval(start, self._clock())
+
+    def _calibrate(self, shape: Shape | str, lane: str, units: int) -> int:
+        key = (shape, lane, units)
+        if key not in self._repeats:
+            self._once(shape, lane, units, 1)  # warm-up
+            once = self._once(shape, lane, units, 1)
+            rotation = self._workload(shape, lane).rotation
+            longest = max(1, math.ceil(2 * self._min_replay_s / max(once.end_s - once.start_s, 1e-9)))
+            self._repeats[key] = min(longest, timing.repeats(once.end_s - once.start_s, self._min_replay_s, rotation))
+        return self._repeats[key]
+
+    def _workload(self, shape: Shape | str, lane: str) -> Any:
+        role = lane if lane == "decode" else "prefill"
+        if (shape, role) not in self._built:
+            if shape == "alu_spin":
+                x = self._torch.rand(64, 64)
+                built: Any = _Load(lambda i: x @ x)
+            elif shape == "memory_stream":
+                source, target = self._torch.rand(2, 1 << 20)
+                built = _Load(lambda i: target.copy_(source))
+            else:
+                assert isinstance(shape, Shape)
+                built = self._shop.build(*shape, role=role)
+            self._built[(shape, role)] = built
+        return self._built[(shape, role)]
+
+    def anchor(self) -> Measurement:
+        return self.measure(Point("solo", None, "full", anchor_shape(self.model, cpu=True)))[0]
+
+    def clocks(self) -> dict[str, float | None]:
+        return dict(NO_CLOCKS)
+
+    def provenance(self) -> dict[str, Any]:
+        return {"torch": self._torch.__version__, "driver": None, "cuda": None, "triton": None,
+                "compute_capability": platform.machine()}
+
+    def close(self) -> None:
+        self._torch.set_num_threads(self._before)
+        self._built.clear()
+        self._shop.clear()
+
+
+@dataclass
+class _Load:
+    """A control load with a workload's face."""
+
+    run: Callable[[int], Any]
+    rotation: int = 1
+
+
+def anchor_shape(model: ModelSpec, *, cpu: bool = False) -> Shape:
+    """A whole prefill layer: arithmetic on all units, so that clocks show."""
+    return Shape("prefill_layer", 64 if cpu else min(2048, model.context_tokens))
+
+
+# ------------------------------------------------------------------------------------------- simulated
+
+
+class SimulatedBench:
+    """Samples of the simulator's device with multiplicative noise, as a GPU would give them. Layers only.
+
+    Noise is log-normal with ``noise_std``, drawn from the seed and the point's key: the order of a sweep does not change
+    it. Nothing here is a measurement; every row says ``source = simulated``.
+    """
+
+    backend = "simulated"
+    source = "simulated"
+    unit = "SM"
+
+    def __init__(self, model: ModelSpec, gpu_name: str, table: PartitionTable, *, noise_std: float = 0.03, seed: int = 0,
+                 samples: int = 25) -> None:
+        try:
+            from bullet.device import load_device
+        except ImportError as exc:
+            raise ProfileError(f"--device simulated: the simulated device is not available ({exc})") from None
+        if MODELS.get(model.name) != model:
+            raise ProfileError(f"--device simulated: model {model.name!r} is not built in; choose one of "
+                               f"{', '.join(MODELS)}")
+        self.device = load_device(DeviceConfig(model=model.name, gpu=gpu_name))
+        self.model = model
+        self.table = table
+        self.num_units = get_gpu(gpu_name).num_sms
+        self.gpu = f"simulated {gpu_name}"
+        self.dtype = "bfloat16"
+        self._noise_std = noise_std
+        self._seed = seed
+        self._samples = samples
+        self._anchors = 0
+
+    def allowed(self, point: Point) -> bool:
+        return (point.kind in ("solo", "corun") and point.shape.op in ("prefill_layer", "decode_layer")
+                and (point.kind == "solo" or point.split is not None))
+
+    def _work(self, shape: Shape) -> Any:
+        new = shape.tokens // shape.batch
+        if shape.op == "prefill_layer":
+            return self.device.prefill_work([(new, shape.context_tokens)] * shape.batch, 1, logits_seqs=0)
+        # One layer without the LM head; decode_work would be the whole iteration.
+        return self.device._work((), shape.batch, shape.batch * shape.context_tokens, 1, 0)
+
+    def _noisy(self, seconds: float, key: str) -> timing.Stats:
+        generator = np.random.default_rng([self._seed, *key.encode()])
+        values = seconds * np.exp(generator.normal(0.0, self._noise_std, self._samples))
+        return timing.summarise(values.tolist())
+
+    def measure(self, point: Point) -> list[Measurement]:
+        if point.kind == "solo":
+            units = lane_units(self, point, point.lane)
+            seconds = self.device.solo_seconds(self._work(point.shape), units)
+            return [Measurement(point.lane, point.shape, units, self._noisy(seconds, point.key), 1)]
+        assert point.split is not None
+        assert point.other is not None
+        p, d = point.split
+        works = self._work(point.shape), self._work(point.other)
+        times = self.device.corun_seconds(works[0], p, works[1], d)
+        window_s = self._samples * max(times)
+        return [Measurement(lane, shape, units, self._noisy(own, f"{point.key}|{lane}"), 1, beside.op, beside, other_units,
+                            work.bytes / other, window_s)
+                for lane, shape, units, own, beside, other_units, work, other in (
+                    ("prefill", point.shape, p, times[0], point.other, d, works[1], times[1]),
+                    ("decode", point.other, d, times[1], point.shape, p, works[0], times[0]))]
+
+    def anchor(self) -> Measurement:
+        self._anchors += 1
+        shape = anchor_shape(self.model)
+        seconds = self.device.solo_seconds(self._work(shape), self.num_units)
+        return Measurement("full", shape, self.num_units, self._noisy(seconds, f"anchor {self._anchors}"), 1)
+
+    def clocks(self) -> dict[str, float | None]:
+        return dict(NO_CLOCKS)
+
+    def provenance(self) -> dict[str, Any]:
+        coefficients = dataclasses.asdict(self.device.coefficients)
+        return {"driver": None, "cuda": None, "torch": None, "triton": None,
+                "compute_capability": None, "partition_note": f"simulated; coefficients: {coefficients['source']}"[:300]}
+
+    def close(self) -> None:
+        """Nothing to release."""

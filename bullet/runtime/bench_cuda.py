@@ -1,0 +1,690 @@
+"""A CUDA GPU under measurement: partitions' own streams, graph replays, events on the same stream.
+
+What must never happen here, because it would silently leave the partition or disturb the window: capturing with
+``torch.cuda.graph`` (it captures on a stream of its own), ``do_bench`` (it synchronises the device), and any
+synchronisation, allocation or capture between the first and the last event of a window. Graphs are captured on the
+lane's stream, where a node's context is fixed.
+
+    lane A:  warm-up | gate ... | replay | replay | replay | replay |
+    lane B:  warm-up | wait for the gate | r | r | r | r | r | r | r |
+                                         ^ kept: replays of one lane inside the other's first start and last end
+
+The gate is a kernel that spins while the host queues both trains, so that no replay waits for the host. Clocks and
+other settings of the card are read, never set. ``cuda`` is ``torch.cuda``, or a test's stand-in.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bullet.config import GPUS, ModelSpec
+from bullet.errors import PartitionError, ProfileError
+from bullet.kernels import timing
+from bullet.runtime.bench import DeviceLostError, Measurement, PointError, anchor_shape, lane_units, other_lane
+from bullet.runtime.check import Reading
+from bullet.runtime.partition import (
+    Lane,
+    Pair,
+    PartitionTable,
+    Split,
+    granularity,
+    green_context_table,
+    legal_splits,
+    nearest_split,
+    software_table,
+    unpartitioned_table,
+)
+from bullet.runtime.plan import Point, Rates, Shape, choose_splits, flops_and_bytes
+
+log = logging.getLogger(__name__)
+
+QUEUE_PER_CALL_S = 30e-6
+"""Host time to queue one replay with its two events; sets how long the gate holds. *Assumed*, generous."""
+GATE_MIN_S, GATE_MAX_S = 1e-3, 60e-3
+TRAIN_LIMIT = 1500
+ENOUGH = 5
+"""Least samples inside the window, of each lane that is timed."""
+ALU_SPIN_S = 5e-4
+PROBE_SPIN_NS = 20_000
+FREE_SHARE = 0.12
+"""Below this share of free memory, cached graphs and data are dropped before more is built."""
+
+
+@dataclass
+class Props:
+    """What is read of the device once."""
+
+    name: str
+    num_sms: int
+    capability: tuple[int, int]
+    l2_bytes: int
+    total_bytes: int
+
+
+@dataclass
+class Graph:
+    """``repeats`` repetitions captured on one stream; ``replay_s``: one replay, measured alone after capture."""
+
+    graph: Any
+    repeats: int
+    replay_s: float
+    bytes: float | None
+    keep: Any = None
+
+
+class CudaBench:
+    """See :class:`bullet.runtime.bench.Bench`; owns graphs and data, and the tables' streams while it lives."""
+
+    source = "measured"
+    unit = "SM"
+
+    def __init__(self, model: ModelSpec, table: PartitionTable, plain: PartitionTable, props: Props, workloads: Any,
+                 cuda: Any, kernels: Any, *, dtype: str, dtype_bytes: int, versions: dict[str, Any],
+                 read_clocks: Callable[[], dict[str, float | None]], replays: int = 25, min_prefill_samples: int = 8,
+                 min_replay_s: float = 2e-4) -> None:
+        """``kernels``: :mod:`bullet.kernels.probe`, or None where triton is missing: no controls, no proof."""
+        self.model, self.table, self.plain, self.props = model, table, plain, props
+        self.backend = table.backend
+        self.gpu = props.name
+        self.num_units = props.num_sms
+        self.dtype = dtype
+        self._dtype_bytes = dtype_bytes
+        self._shop = workloads
+        self._cuda = cuda
+        self._kernels = kernels
+        self._versions = versions
+        self._read_clocks = read_clocks
+        self._replays, self._min_prefill, self._min_replay_s = replays, min_prefill_samples, min_replay_s
+        self._works: dict[tuple[Shape, str], Any] = {}
+        self._graphs: dict[tuple[Any, int], Graph] = {}
+        self._pools: dict[int, Any] = {}
+        self._gate_out: Any = None
+        self._buffers: dict[str, Any] = {}
+        self._anchor: Graph | None = None
+        table.before_close.append(self.release)
+
+    # ---- the Bench interface -----------------------------------------------------------------------
+
+    def allowed(self, point: Point) -> bool:
+        """The software backend bounds no torch operation; controls other than memory need triton."""
+        if self.backend in ("none", "software") and point.split is not None:
+            return False
+        return not (self._kernels is None and point.control == "alu_spin")
+
+    def measure(self, point: Point) -> list[Measurement]:
+        with self._guard(point.key, point.shape.op):
+            if point.kind == "solo":
+                return [self._solo(point)]
+            return self._beside(point)
+
+    def anchor(self) -> Measurement:
+        shape = anchor_shape(self.model)
+        lane = self.plain.pairs[0].prefill
+        with self._guard("anchor", shape.op):
+            if self._anchor is None:
+                self._anchor = self._capture(lane, self._workload(shape, "prefill"), self._bytes(shape))
+            (train,) = self._run([(lane, self._anchor, self._replays)])
+            return Measurement("full", shape, self.num_units, self._stats(train, self._anchor), self._anchor.repeats)
+
+    def clocks(self) -> dict[str, float | None]:
+        return self._read_clocks()
+
+    def provenance(self) -> dict[str, Any]:
+        return {**self._versions, "compute_capability": "{}.{}".format(*self.props.capability)}
+
+    def free_bytes(self) -> int:
+        """Free memory of the device."""
+        return int(self._cuda.mem_get_info()[0])
+
+    def release(self) -> None:
+        """Drop graphs and data; they must go before the streams they were captured on."""
+        try:
+            self._cuda.synchronize()
+        except RuntimeError as exc:
+            log.warning("while cleaning up: %s", _one_line(exc))
+        self._graphs.clear()
+        self._works.clear()
+        self._pools.clear()
+        self._buffers.clear()
+        self._anchor = None
+        self._gate_out = None
+        self._shop.clear()
+
+    def close(self) -> None:
+        """Graphs, then streams, then contexts; idempotent."""
+        try:
+            self.release()
+        finally:
+            self.table.close()
+            self.plain.close()
+
+    # ---- points -----------------------------------------------------------------------------------
+
+    def _lane(self, point: Point, name: str) -> Lane:
+        if point.split is None:
+            pair = self.plain.pairs[0]
+            return pair.decode if name == "decode" else pair.prefill
+        for pair in self.table.pairs:
+            if pair.granted == point.split:
+                return pair.prefill if name == "prefill" else pair.decode
+        raise PointError(f"split {point.split} is not in the table")
+
+    def _solo(self, point: Point) -> Measurement:
+        lane = self._lane(point, point.lane)
+        graph = self._graph(point.shape, lane, point.lane)
+        (train,) = self._run([(lane, graph, self._replays)])
+        return Measurement(point.lane, point.shape, lane_units(self, point, point.lane), self._stats(train, graph),
+                           graph.repeats)
+
+    def _beside(self, point: Point) -> list[Measurement]:
+        """Both lanes at once. The lane under test is the first; a co-run times both."""
+        own_name = "prefill" if point.kind == "corun" else point.lane
+        names = (own_name, other_lane(own_name))
+        lanes = (self._lane(point, names[0]), self._lane(point, names[1]))
+        graphs = (self._graph(point.shape, lanes[0], names[0]),
+                  self._graph(point.other, lanes[1], names[1]) if point.other is not None
+                  else self._control(point.control, lanes[1]))
+        wanted = (self._min_prefill if point.shape.op.startswith("prefill") else self._replays,
+                  self._replays if point.other is not None else 1)
+        expected = [graph.replay_s for graph in graphs]
+        for _ in range(3):
+            counts = timing.train_lengths(expected[0], expected[1], min_prefill=wanted[0], min_decode=wanted[1],
+                                          limit=TRAIN_LIMIT)
+            trains = self._run([(lane, graph, count) for lane, graph, count in zip(lanes, graphs, counts, strict=True)])
+            windows = [timing.inside(trains[0], trains[1], graphs[0].repeats),
+                       timing.inside(trains[1], trains[0], graphs[1].repeats)]
+            if len(windows[0].seconds) >= ENOUGH and (point.other is None or len(windows[1].seconds) >= ENOUGH):
+                break
+            # A lane slowed down more than the margin allows for: size the trains by what was just seen.
+            expected = [max(old, statistics.median(i.end_s - i.start_s for i in train))
+                        for old, train in zip(expected, trains, strict=True)]
+        else:
+            raise PointError(f"only {len(windows[0].seconds)} and {len(windows[1].seconds)} replays lay inside the other "
+                             "lane's window: the lanes may not run at the same time (see the check)")
+        measured = [self._row(point, 0, names, lanes, graphs, trains, windows)]
+        if point.other is not None:
+            measured.append(self._row(point, 1, names, lanes, graphs, trains, windows))
+        return measured
+
+    def _row(self, point: Point, at: int, names: tuple[str, str], lanes: tuple[Lane, Lane], graphs: tuple[Graph, Graph],
+             trains: Sequence[Sequence[timing.Interval]], windows: Sequence[timing.Window]) -> Measurement:
+        shapes = (point.shape, point.other)
+        shape, beside = shapes[at], shapes[1 - at]
+        assert shape is not None
+        other = graphs[1 - at]
+        span_s = trains[1 - at][-1].end_s - trains[1 - at][0].start_s
+        rate = other.bytes * other.repeats * len(trains[1 - at]) / span_s if other.bytes is not None and span_s > 0 else None
+        return Measurement(names[at], shape, lanes[at].sms, timing.summarise(windows[at].seconds), graphs[at].repeats,
+                           beside.op if beside is not None else point.control, beside, lanes[1 - at].sms, rate,
+                           windows[at].window_s)
+
+    def _stats(self, train: Sequence[timing.Interval], graph: Graph) -> timing.Stats:
+        return timing.summarise([(i.end_s - i.start_s) / graph.repeats for i in train[1:]])
+
+    # ---- graphs -----------------------------------------------------------------------------------
+
+    def _bytes(self, shape: Shape) -> float:
+        return flops_and_bytes(self.model, shape)[1] * self._dtype_bytes / self.model.dtype_bytes
+
+    def _workload(self, shape: Shape, role: str) -> Any:
+        role = "decode" if role == "decode" else "prefill"
+        key = (shape, role)
+        if key not in self._works:
+            self._make_room()
+            self._works[key] = self._shop.build(*shape, role=role)
+        return self._works[key]
+
+    def _make_room(self) -> None:
+        free, total = self._cuda.mem_get_info()
+        if free < FREE_SHARE * total:
+            self._drop_cached()
+
+    def _drop_cached(self) -> None:
+        self._cuda.synchronize()
+        self._graphs.clear()
+        self._pools.clear()
+        self._works.clear()
+        self._shop.clear()
+        self._cuda.empty_cache()
+
+    def _graph(self, shape: Shape, lane: Lane, role: str) -> Graph:
+        key = (shape, id(lane.stream))
+        if key not in self._graphs:
+            work = self._workload(shape, role)
+            self.table.allow(work)
+            self._graphs[key] = self._capture(lane, work, self._bytes(shape))
+        return self._graphs[key]
+
+    def _control(self, name: str, lane: Lane) -> Graph:
+        """A contention source bounded to the lane's SMs; without triton, torch's own copy for the memory stream."""
+        key = (name, id(lane.stream))
+        if key in self._graphs:
+            return self._graphs[key]
+        kernels = self._kernels
+        torch = importlib.import_module("torch")
+        device = self._shop.device
+        if name == "alu_spin":
+            if kernels is None:
+                raise PointError("control alu_spin needs triton: pip install triton, or do without it")
+            out = torch.empty(lane.sms * kernels.ALU_BLOCKS_PER_SM * kernels.ALU_BLOCK, dtype=torch.float32, device=device)
+            work = _Load("alu_spin", lambda i: kernels.launch_alu_spin(out, lane.sms, int(ALU_SPIN_S * 1e9)))
+            moved = None
+        else:
+            elements = max(1 << 16, int(timing.L2_MULTIPLE * self.props.l2_bytes / 4))
+            source, target = torch.rand(elements, device=device), torch.empty(elements, device=device)
+            if kernels is None:
+                work = _Load("memory_stream", lambda i: target.copy_(source))
+            else:
+                work = _Load("memory_stream", lambda i: kernels.launch_memory_stream(source, target, lane.sms))
+            moved = 8.0 * elements
+        self._graphs[key] = self._capture(lane, work, moved)
+        return self._graphs[key]
+
+    def _capture(self, lane: Lane, work: Any, moved: float | None) -> Graph:
+        """Warm up eagerly, capture one round of the input sets, time it, and capture longer if that is too short."""
+        cuda, stream = self._cuda, lane.stream
+        self._synchronize_for_capture()
+        with cuda.stream(stream):
+            for i in range(min(work.rotation, 3)):
+                work.run(i)
+        stream.synchronize()
+        graph = self._capture_repeats(stream, work, work.rotation, moved)
+        self._time_alone(lane, graph)
+        wanted = timing.repeats(graph.replay_s / graph.repeats, self._min_replay_s, work.rotation)
+        if wanted > graph.repeats:
+            graph = self._capture_repeats(stream, work, wanted, moved)
+            self._time_alone(lane, graph)
+        return graph
+
+    def _synchronize_for_capture(self) -> None:
+        # Inputs are made on the default stream; a capture must see them whole.
+        self._cuda.synchronize()
+
+    def _capture_repeats(self, stream: Any, work: Any, count: int, moved: float | None) -> Graph:
+        cuda = self._cuda
+        pool = self._pools.get(id(stream))
+        graph = cuda.CUDAGraph()
+        with cuda.stream(stream):
+            # Graphs of one stream never run at once, so they may share memory.
+            graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+            try:
+                for i in range(count):
+                    work.run(i % work.rotation)
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is void; the first error is the one to report
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._pools.setdefault(id(stream), graph.pool())
+        return Graph(graph, count, 0.0, moved, keep=work)
+
+    def _time_alone(self, lane: Lane, graph: Graph) -> None:
+        (train,) = self._run([(lane, graph, 4)])
+        graph.replay_s = statistics.median(i.end_s - i.start_s for i in train[1:])
+
+    # ---- the window -------------------------------------------------------------------------------
+
+    def _run(self, trains: Sequence[tuple[Lane, Graph, int]]) -> list[list[timing.Interval]]:
+        """Queue every train behind one gate and read the events afterwards; nothing synchronises in between.
+
+        The train with fewer replays is queued first: should the other fill its stream's queue, the host then waits with
+        that queue full, and neither lane runs dry.
+        """
+        cuda = self._cuda
+        first = trains[0][0].stream
+        calls = sum(min(count, 400) for _, _, count in trains)
+        gate_s = min(GATE_MAX_S, max(GATE_MIN_S, QUEUE_PER_CALL_S * calls))
+        events = [[(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(count)]
+                  for _, _, count in trains]
+        opened = cuda.Event(enable_timing=True)
+        for lane, graph, _ in trains:
+            with cuda.stream(lane.stream):
+                graph.graph.replay()  # untimed: brings code and clocks in
+            if lane.stream is not first:
+                warm = cuda.Event(enable_timing=True)
+                warm.record(lane.stream)
+                first.wait_event(warm)  # the gate opens after every warm-up, or a lane would start late
+        with cuda.stream(first):
+            self._gate(gate_s)
+            opened.record(first)
+        for lane, _, _ in trains[1:]:
+            lane.stream.wait_event(opened)
+        for at in sorted(range(len(trains)), key=lambda i: trains[i][2]):
+            lane, graph, _ = trains[at]
+            with cuda.stream(lane.stream):
+                for start, end in events[at]:
+                    start.record(lane.stream)
+                    graph.graph.replay()
+                    end.record(lane.stream)
+        for lane_events in events:
+            lane_events[-1][1].synchronize()
+        return [[timing.Interval(opened.elapsed_time(start) * 1e-3, opened.elapsed_time(end) * 1e-3)
+                 for start, end in lane_events] for lane_events in events]
+
+    def _gate(self, seconds: float) -> None:
+        if self._kernels is None:
+            self._cuda._sleep(int(seconds * 1.5e9))  # cycles, at about 1.5 GHz
+            return
+        if self._gate_out is None:
+            torch = importlib.import_module("torch")
+            self._gate_out = torch.zeros(1, dtype=torch.int64, device=self._shop.device)
+        self._kernels.launch_gate(self._gate_out, int(seconds * 1e9))
+
+    @contextmanager
+    def _guard(self, what: str, op: str) -> Iterator[None]:
+        """RuntimeErrors of torch and triton become one line: this point's, or the device's if it answers no more."""
+        try:
+            yield
+        except (ProfileError, PartitionError):
+            raise
+        except RuntimeError as exc:
+            message = _one_line(exc)
+            try:
+                self._cuda.synchronize()
+            except RuntimeError as lost:
+                raise DeviceLostError(
+                    f"{what}: {message}; the GPU answers no more ({_one_line(lost)}): rows until here are kept; run the "
+                    f"same command again to resume, with --skip {op} if it fails there again") from None
+            if "out of memory" in message.lower():
+                self._drop_cached()
+                raise PointError(f"out of GPU memory ({message[:80]}): end other processes or leave the shape out with "
+                                 "--skip") from None
+            raise PointError(message) from None
+
+    # ---- the check's prober ---------------------------------------------------------------------------
+
+    def _probe_buffers(self, name: str) -> Any:
+        if name not in self._buffers:
+            kernels = self._kernels
+            blocks = self.num_units * kernels.BLOCKS_PER_SM * kernels.OVERSUBSCRIPTION
+            self._buffers[name] = kernels.ProbeBuffers(blocks, self._shop.device)
+        return self._buffers[name]
+
+    def probe_pair(self, pair: Pair, mode: str) -> tuple[Reading, Reading]:
+        """Both lanes' probes behind one gate: launched eagerly, or replayed from graphs captured on the lanes' streams."""
+        return self._probe(pair.lanes, mode)
+
+    def probe_plain(self) -> tuple[Reading, Reading]:
+        """The same on two plain streams."""
+        return self._probe(self.plain.pairs[0].lanes, "eager")
+
+    def _probe(self, lanes: tuple[Lane, Lane], mode: str) -> tuple[Reading, Reading]:
+        if self._kernels is None:
+            raise PartitionError("the probe needs triton: pip install triton; without it no partition is proven")
+        cuda, kernels = self._cuda, self._kernels
+        buffers = [self._probe_buffers(name) for name in ("first", "second")]
+        launches: list[Callable[[], None]] = []
+        for lane, buffer in zip(lanes, buffers, strict=True):
+            with cuda.stream(lane.stream):
+                kernels.launch_probe(buffer, PROBE_SPIN_NS)  # compiles, and warms the stream
+            lane.stream.synchronize()
+            if mode == "eager":
+                launches.append(lambda buffer=buffer: kernels.launch_probe(buffer, PROBE_SPIN_NS))
+            else:
+                work = _Load("probe", lambda i, buffer=buffer: kernels.launch_probe(buffer, PROBE_SPIN_NS))
+                launches.append(self._capture_repeats(lane.stream, work, 1, None).graph.replay)
+            buffer.poison()
+        cuda.synchronize()
+        opened = cuda.Event(enable_timing=True)
+        with cuda.stream(lanes[0].stream):
+            self._gate(2e-3)
+            opened.record(lanes[0].stream)
+        lanes[1].stream.wait_event(opened)
+        for lane, launch in zip(lanes, launches, strict=True):
+            with cuda.stream(lane.stream):
+                launch()
+        for lane in lanes:
+            lane.stream.synchronize()
+        first, second = (_reading(buffer) for buffer in buffers)
+        return first, second
+
+    def switch_seconds(self, first: Pair, second: Pair) -> float:
+        """Median over 20 of: event on the first pair's stream, wait and event on the second's."""
+        cuda = self._cuda
+        a, b = first.prefill.stream, second.decode.stream
+        seconds = []
+        for _ in range(20):
+            left, arrived = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            with cuda.stream(a):
+                self._gate(2e-4)
+                left.record(a)
+            b.wait_event(left)
+            arrived.record(b)
+            arrived.synchronize()
+            seconds.append(left.elapsed_time(arrived) * 1e-3)
+        return statistics.median(seconds)
+
+
+def _reading(buffer: Any) -> Reading:
+    smids = buffer.smid.cpu().tolist()
+    ran = [i for i, smid in enumerate(smids) if smid >= 0]
+    starts, ends = buffer.start.cpu().tolist(), buffer.end.cpu().tolist()
+    if not ran:
+        return Reading(frozenset(), 0, 0, 0, len(smids))
+    return Reading(frozenset(smids[i] for i in ran), min(starts[i] for i in ran), max(ends[i] for i in ran), len(ran),
+                   len(smids))
+
+
+@dataclass
+class _Load:
+    """A kernel with a workload's face, one input set."""
+
+    name: str
+    run: Callable[[int], Any]
+    rotation: int = 1
+    takes_num_sms: bool = True
+
+
+def _one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split())[:200]
+
+
+# --------------------------------------------------------------------------------- reading the card's state
+
+
+class CardReader:
+    """Clocks, temperature, power, driver and other processes: through nvidia-ml-py, else nvidia-smi, else unknown.
+
+    Reads only. nvidia-smi takes long, so its answer is kept for ``keep_s``.
+    """
+
+    QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+
+    def __init__(self, ordinal: str = "0", *, nvml: Any = None, command: Callable[[list[str]], str] | None = None,
+                 clock: Callable[[], float] = time.monotonic, keep_s: float = 10.0) -> None:
+        self._ordinal = ordinal
+        self._clock, self._keep_s = clock, keep_s
+        self._command = command or _nvidia_smi
+        self._kept: tuple[float, dict[str, float | None]] | None = None
+        self._nvml, self._handle = nvml, None
+        if nvml is not None:
+            try:
+                nvml.nvmlInit()
+                self._handle = (nvml.nvmlDeviceGetHandleByIndex(int(ordinal)) if ordinal.isdigit()
+                                else nvml.nvmlDeviceGetHandleByUUID(ordinal))
+            except Exception as exc:  # nvml raises its own classes, one per error
+                log.info("nvidia-ml-py is no help here: %s", exc)
+                self._nvml = None
+
+    @classmethod
+    def open(cls) -> CardReader:
+        """For the first visible GPU."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            nvml = None
+        return cls(visible, nvml=nvml)
+
+    def clocks(self) -> dict[str, float | None]:
+        """``clock_sm_hz``, ``clock_mem_hz``, ``temperature_c``, ``power_w``; None where unknown."""
+        if self._handle is not None and self._nvml is not None:
+            n, h = self._nvml, self._handle
+            return {"clock_sm_hz": _try(lambda: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM) * 1e6),
+                    "clock_mem_hz": _try(lambda: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM) * 1e6),
+                    "temperature_c": _try(lambda: float(n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU))),
+                    "power_w": _try(lambda: n.nvmlDeviceGetPowerUsage(h) * 1e-3)}
+        if self._kept is not None and self._clock() - self._kept[0] < self._keep_s:
+            return dict(self._kept[1])
+        fields = self._query(f"--query-gpu={self.QUERY}")
+        values = [_number(v) for v in fields[0]] if fields and len(fields[0]) == 4 else [None] * 4
+        scaled = {name: None if v is None else v * scale for name, v, scale in zip(
+            ("clock_sm_hz", "clock_mem_hz", "temperature_c", "power_w"), values, (1e6, 1e6, 1.0, 1.0), strict=True)}
+        self._kept = (self._clock(), scaled)
+        return dict(scaled)
+
+    def driver(self) -> str | None:
+        """The driver's version."""
+        if self._handle is not None and self._nvml is not None:
+            version = _try(self._nvml.nvmlSystemGetDriverVersion)
+            return version.decode() if isinstance(version, bytes) else version
+        fields = self._query("--query-gpu=driver_version")
+        return fields[0][0] if fields else None
+
+    def processes(self) -> list[str]:
+        """Compute processes on the card, ours not yet among them if asked before CUDA is initialised."""
+        if self._handle is not None and self._nvml is not None:
+            n, h = self._nvml, self._handle
+            found = _try(lambda: n.nvmlDeviceGetComputeRunningProcesses(h)) or []
+            return [f"pid {p.pid}" for p in found if p.pid != os.getpid()]
+        return [f"pid {f[0]} ({f[1]})" for f in self._query("--query-compute-apps=pid,process_name")
+                if len(f) == 2 and f[0] != str(os.getpid())]
+
+    def _query(self, what: str) -> list[list[str]]:
+        try:
+            text = self._command(["nvidia-smi", "-i", self._ordinal, what, "--format=csv,noheader,nounits"])
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+
+
+def _nvidia_smi(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+
+
+def _try(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception:  # a field that this card or driver does not report
+        return None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ opening
+
+
+def rates_for(props: Props, **overrides: Any) -> Rates:
+    """Planning speeds: data-sheet peaks of a known GPU at assumed efficiencies, else an assumed per-SM rate."""
+    known = next((g for key, g in GPUS.items() if key.split("-")[0] in props.name.lower().replace(" ", "")), None)
+    flops = known.peak_flops if known else 2.5e12 * props.num_sms
+    moved = known.mem_bytes_per_s if known else 1.2e10 * props.num_sms
+    return Rates(props.num_sms, 0.6 * flops, 0.7 * moved, **overrides)
+
+
+def fits_in(model: ModelSpec, dtype_bytes: int, free_bytes: int) -> Callable[[Shape], bool]:
+    """Whether a shape's data, twice over (both lanes, intermediates), takes at most half of the free memory."""
+    def fits(shape: Shape) -> bool:
+        return 2 * flops_and_bytes(model, shape)[1] * dtype_bytes / model.dtype_bytes <= free_bytes / 2
+    return fits
+
+
+def missing_packages() -> dict[str, str]:
+    """Packages that are absent -> what goes without them."""
+    uses = {"triton": "no probe (nothing can be proven) and no ALU-spin control",
+            "cuda.bindings": "no green contexts: install cuda-bindings, or everything is labelled no partition",
+            "pyarrow": "no samples.parquet: the rows stay in samples.jsonl",
+            "pynvml": "clocks come from nvidia-smi, less often (nvidia-ml-py)"}
+    absent = {}
+    for name, use in uses.items():
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            absent[name] = use
+    return absent
+
+
+def choose_table(backend: str, props: Props, core: Iterable[float], extra: Iterable[float], cuda: Any,
+                 asked: Sequence[Split] = (), *, ordinal: int = 0, flags: int = 0,
+                 driver: Any = None) -> tuple[PartitionTable, list[Split]]:
+    """The partition table and its core splits, as asked. ``auto`` is green contexts, an error where there are none."""
+    if backend == "none":
+        return unpartitioned_table(props.num_sms, lambda priority: cuda.Stream(priority=priority)), []
+    rule = granularity(props.capability, flags)
+    if not legal_splits(props.num_sms, rule):
+        nearest_split(props.num_sms, rule, 0.5)
+    core_splits = list(asked) or list(choose_splits(props.num_sms, rule, core))
+    every = list(dict.fromkeys([*core_splits, *([] if asked else choose_splits(props.num_sms, rule, extra))]))
+    if backend == "software":
+        return software_table(every, props.num_sms, lambda priority: cuda.Stream(priority=priority)), core_splits
+    table = green_context_table(every, driver=driver, ordinal=ordinal, flags=flags,
+                                wrap_stream=cuda.ExternalStream)
+    return table, core_splits
+
+
+def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: Iterable[float],
+              asked: Sequence[Split] = (), flags: int = 0, seed: int = 0, allow_busy: bool = False
+              ) -> tuple[CudaBench, list[Split], dict[str, Any]]:
+    """Everything for the first visible GPU: the bench, the core splits as asked, and columns for every row.
+
+    Raises :class:`PartitionError` or :class:`ProfileError` in one line: torch missing or without CUDA, no GPU, another
+    process on the card (unless ``allow_busy``), a driver too old.
+    """
+    # Both before CUDA starts: queues against aliasing of streams, and the processes while we are not among them.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    try:
+        import torch
+
+        from bullet.kernels import reference
+    except ImportError as exc:
+        raise ProfileError(f"torch is not installed ({exc}): --device cuda needs it; --device simulated does not") from None
+    cuda = torch.cuda
+    if not cuda.is_available():
+        why = "this torch was built without CUDA" if torch.version.cuda is None else "no GPU or no driver is visible"
+        raise ProfileError(f"no usable GPU ({why}): check nvidia-smi, or use --device cpu or --device simulated")
+    reader = CardReader.open()
+    others = reader.processes()
+    if others and not allow_busy:
+        raise ProfileError(f"another process is on the GPU ({', '.join(others[:3])}): end it, or pass --allow-busy and "
+                           "every row says so")
+    device = torch.device("cuda", 0)
+    cuda.init()
+    torch.zeros(1, device=device)  # the primary context, before green contexts retain it
+    raw = cuda.get_device_properties(device)
+    props = Props(raw.name, raw.multi_processor_count, (raw.major, raw.minor), int(getattr(raw, "L2_cache_size", 0) or 60e6),
+                  int(raw.total_memory))
+    dtype = torch.bfloat16 if props.capability >= (8, 0) else torch.float16
+    try:
+        kernels = importlib.import_module("bullet.kernels.probe")
+    except ImportError:
+        kernels = None
+    triton_version = getattr(importlib.import_module("triton"), "__version__", None) if kernels else None
+    free, _ = cuda.mem_get_info()
+    shop = reference.Workloads(model, device, dtype, l2_bytes=props.l2_bytes, limit_bytes=max(1 << 28, free // 32), seed=seed)
+    table, core_splits = choose_table(backend, props, core, extra, cuda, asked, flags=flags)
+    try:
+        plain = unpartitioned_table(props.num_sms, lambda priority: cuda.Stream(priority=priority))
+        bench = CudaBench(model, table, plain, props, shop, cuda, kernels, dtype=str(dtype).removeprefix("torch."),
+                          dtype_bytes=dtype.itemsize, read_clocks=reader.clocks,
+                          versions={"driver": reader.driver(), "cuda": torch.version.cuda, "torch": torch.__version__,
+                                    "triton": triton_version})
+    except BaseException:
+        table.close()
+        raise
+    return bench, core_splits, {"busy": bool(others)}

@@ -1,0 +1,95 @@
+"""What is printed at the end of a sweep: co-run and control tables from finalised rows, in few characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+MAX_CHARS = 11_500
+"""Of everything printed last: a reader that keeps only the last 12,000 characters sees all of it."""
+
+
+def _lane_label(row: Row) -> str:
+    if row["split_prefill_sms"] is None:
+        return f"all {row['device_sms']} (no partition)"
+    mark = {"proven": "", "unproven": "?", "none": ""}[row["partition"]]
+    return f"{row['split_prefill_sms']}+{row['split_decode_sms']}{mark}"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row["slowdown"] is None:
+        return "-"
+    return f"{row['slowdown']:.2f}{'~' if row['drift_ok'] is False else ''}"
+
+
+def corun_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """Decode's and prefill's slow-down, each over itself alone on the same SMs: a line per (prefill size, split).
+
+    ``on``: what the rows were taken on, printed in the title: a simulated or CPU number never reads as a GPU's.
+    """
+    cells: dict[tuple[int, str, tuple[int, int], str], Row] = {}
+    order: dict[tuple[int, str], tuple[Any, ...]] = {}
+    decodes: set[tuple[int, int]] = set()
+    for row in rows:
+        if row["kind"] != "corun":
+            continue
+        prefill = row["lane"] == "prefill"
+        tokens = row["tokens"] if prefill else row["corunner_tokens"]
+        decode = (row["corunner_batch"], row["corunner_context_tokens"]) if prefill else (row["batch"], row["context_tokens"])
+        label = _lane_label(row)
+        cells[tokens, label, decode, row["lane"]] = row
+        order[tokens, label] = (tokens, row["split_decode_sms"] is None, row["split_decode_sms"] or 0, label)
+        decodes.add(decode)
+    if not cells:
+        return []
+    columns = sorted(decodes)
+    out = [f"Co-run, {on}: slow-down of decode / prefill over the same lane alone (~ drifted, ? unproven)",
+           f"{'prefill':>8} {'SMs p+d':<22}" + "".join(f"{f'b{b} c{c}':>12}" for b, c in columns)]
+    for tokens, label in sorted(order, key=lambda key: order[key]):
+        line = f"{tokens:>8} {label:<22}"
+        for decode in columns:
+            pair = [_cell(cells.get((tokens, label, decode, lane))) for lane in ("decode", "prefill")]
+            line += f"{'/'.join(pair) if pair != ['-', '-'] else '-':>12}"
+        out.append(line)
+    return out
+
+
+def control_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """Slow-down beside the controls: arithmetic alone and memory traffic alone on the other lane."""
+    found: dict[tuple[int, str], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        if row["kind"] == "control":
+            key = (row["split_decode_sms"] or 0, _lane_label(row))
+            found.setdefault(key, {})[row["lane"], row["corunner"]] = row
+    if not found:
+        return []
+    columns = [(lane, control) for lane in ("decode", "prefill") for control in ("alu_spin", "memory_stream")]
+    out = [f"Controls, {on}: slow-down of a lane beside a control load on the other",
+           f"{'SMs p+d':<22}" + "".join(f"{f'{lane}|{control}':>23}" for lane, control in columns)]
+    for key in sorted(found):
+        out.append(f"{key[1]:<22}" + "".join(f"{_cell(found[key].get(column)):>23}" for column in columns))
+    return out
+
+
+def drift_line(rows: Sequence[Row]) -> str:
+    """How steady the run was."""
+    drifts = [abs(row["drift"]) for row in rows if row["drift"] is not None]
+    if not drifts:
+        return "Anchors: none"
+    bad = sum(row["drift_ok"] is False for row in rows)
+    return f"Anchors: largest drift {100 * max(drifts):.1f} %; {bad} of {len(drifts)} rows beyond the limit"
+
+
+def fit(fixed: Iterable[str], tables: Iterable[Sequence[str]], limit: int = MAX_CHARS) -> list[str]:
+    """``fixed`` lines, then as many table lines as stay under ``limit`` characters; says how many were left out."""
+    out = [line[:400] for line in fixed]
+    used = sum(len(line) + 1 for line in out)
+    pending = [line for table in tables for line in table]
+    for at, line in enumerate(pending):
+        if used + len(line) + 1 > limit - 60:  # 60: room for the note
+            out.append(f".. {len(pending) - at} more lines: see the samples file")
+            break
+        out.append(line)
+        used += len(line) + 1
+    return out

@@ -1,0 +1,157 @@
+"""The loop of a sweep: points in order, anchors in between, rows appended as they come.
+
+One loop for every device (:class:`bullet.runtime.bench.Bench`). It stops at the end of the plan, at the budget, on
+Ctrl-C or when the device is lost; in each case the rows until then are on disk, and the next call resumes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import bullet
+from bullet.config import ModelSpec
+from bullet.errors import ProfileError
+from bullet.runtime.bench import Bench, DeviceLostError, Measurement, PointError
+from bullet.runtime.check import CheckReport
+from bullet.runtime.partition import Split
+from bullet.runtime.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
+from bullet.tables import Journal
+
+PROGRESS_S = 5.0
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass
+class SweepResult:
+    """What one call did. ``stopped``: why it ended before the plan did, or empty. ``lost``: the device is gone."""
+
+    measured: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    left: int = 0
+    stopped: str = ""
+    lost: bool = False
+    interrupted: bool = False
+    elapsed_s: float = 0.0
+
+
+def run_prefix(bench: Bench, model: ModelSpec) -> str:
+    """What makes ids of one model, element type and backend distinct in a shared table."""
+    return f"{model.name}|{bench.dtype}|{bench.backend}"
+
+
+def utc_now() -> str:
+    """Now, in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+class _Recorder:
+    """Turns measurements into rows and appends them."""
+
+    def __init__(self, bench: Bench, model: ModelSpec, journal: Journal, report: CheckReport, seed: int,
+                 fixed: Mapping[str, Any], now: Callable[[], str]) -> None:
+        self.bench, self.model, self.journal, self.report, self.now = bench, model, journal, report, now
+        self.order = 0
+        self.fixed = {"unit": bench.unit, "device_sms": bench.num_units, "source": bench.source, "model": model.name,
+                      "dtype": bench.dtype, "gpu": bench.gpu, "seed": seed, "run": journal.run,
+                      "bullet": bullet.__version__, "backend": bench.backend, **bench.provenance(), **fixed}
+
+    def record(self, row_id: str, kind: str, tier: str, split: Split | None, m: Measurement) -> None:
+        flops, least_bytes = flops_and_bytes(self.model, m.shape)
+        scale = _DTYPE_BYTES[self.bench.dtype] / self.model.dtype_bytes
+        partition, note = self._partition(split)
+        beside = m.corunner_shape
+        row = {
+            **self.fixed, **self.bench.clocks(), "id": row_id, "kind": kind, "tier": tier, "op": m.shape.op,
+            "phase": m.shape.phase, "tokens": m.shape.tokens, "batch": m.shape.batch,
+            "context_tokens": m.shape.context_tokens, "flops": flops, "bytes": least_bytes * scale, "lane": m.lane,
+            "partition": partition, "partition_note": note or self.fixed.get("partition_note"), "sms": m.sms,
+            "split_prefill_sms": split and split.prefill_sms, "split_decode_sms": split and split.decode_sms,
+            "corunner": m.corunner, "corunner_tokens": beside and beside.tokens, "corunner_batch": beside and beside.batch,
+            "corunner_context_tokens": beside and beside.context_tokens, "corunner_sms": m.corunner_sms,
+            "corunner_bytes_per_s": m.corunner_bytes_per_s, "median_s": m.stats.median_s, "p20_s": m.stats.p20_s,
+            "p80_s": m.stats.p80_s, "samples": m.stats.samples, "repeats": m.repeats, "window_s": m.window_s,
+            "order": self.order, "measured_at": self.now(),
+        }
+        self.order += 1
+        self.journal.append(row)
+
+    def _partition(self, split: Split | None) -> tuple[str, str]:
+        if split is None:
+            return "none", "whole device, plain stream"
+        return self.report.verdict(split)
+
+
+def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, report: CheckReport, *,
+              budget_s: float | None = None, started_s: float | None = None, fixed: Mapping[str, Any] | None = None,
+              say: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic,
+              now: Callable[[], str] = utc_now) -> SweepResult:
+    """Measure the plan's points and append their rows.
+
+    ``budget_s`` counts from ``started_s`` (default: now). Estimates are corrected by what points took so far, and no
+    point is begun that would overrun. ``fixed``: further columns for every row. A point that fails is named and left
+    out; :class:`DeviceLostError` and Ctrl-C end the sweep: see :class:`SweepResult`.
+    """
+    begun_s = clock()
+    started_s = begun_s if started_s is None else started_s
+    prefix = run_prefix(bench, model)
+    done = journal.done()
+    recorder = _Recorder(bench, model, journal, report, plan.seed, fixed or {}, now)
+    result = SweepResult()
+    spent_s = planned_s = 0.0
+    last_say_s = begun_s
+    points = [p for p in plan.points if not done.issuperset(p.row_ids(prefix))]
+    result.left = len(points)
+
+    def anchor(number: int) -> None:
+        try:
+            recorder.record(f"{prefix}|anchor|run {journal.run}|{number}", "anchor", "anchor", None, bench.anchor())
+        except PointError as exc:
+            result.failed.append(("anchor", str(exc)))
+
+    try:
+        for index, point in enumerate(points):
+            ratio = spent_s / planned_s if planned_s > 5 else 1.0
+            if budget_s is not None and clock() - started_s + point.seconds * ratio > budget_s:
+                result.stopped = f"budget of {budget_s:.0f} s reached"
+                break
+            if index % ANCHOR_EVERY == 0:
+                anchor(index // ANCHOR_EVERY)
+            point_began_s = clock()
+            _measure(bench, recorder, prefix, point, done, result)
+            result.left -= 1
+            spent_s += clock() - point_began_s
+            planned_s += point.seconds
+            if clock() - last_say_s >= PROGRESS_S:
+                last_say_s = clock()
+                ratio = spent_s / planned_s if planned_s > 5 else 1.0
+                rest_s = ratio * sum(p.seconds for p in points[index + 1:])
+                say(f"[{index + 1}/{len(points)}] {clock() - started_s:.0f} s, about {rest_s:.0f} s to go; "
+                    f"{point.tier}: {point.key}")
+        if points and result.measured:
+            anchor(1 + len(points) // ANCHOR_EVERY)
+    except DeviceLostError as exc:
+        result.stopped, result.lost = str(exc), True
+    except KeyboardInterrupt as exc:
+        result.stopped, result.interrupted = str(exc) or "interrupted", True
+    result.elapsed_s = clock() - begun_s
+    return result
+
+
+def _measure(bench: Bench, recorder: _Recorder, prefix: str, point: Point, done: set[str], result: SweepResult) -> None:
+    try:
+        measurements = bench.measure(point)
+        ids = point.row_ids(prefix)
+        assert len(ids) == len(measurements), (point, measurements)
+        for row_id, measurement in zip(ids, measurements, strict=True):
+            if row_id not in done:
+                recorder.record(row_id, point.kind, point.tier, point.split, measurement)
+                done.add(row_id)
+        result.measured += 1
+    except DeviceLostError:
+        raise
+    except ProfileError as exc:  # PointError, and what the torch reference or the quantiles refuse
+        result.failed.append((point.key, str(exc)))

@@ -1,0 +1,310 @@
+"""The sweep's loop, on a scripted device, on this machine's CPU and on the simulator's device."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from bullet import profile_cli
+from bullet.config import get_model
+from bullet.kernels.timing import Stats
+from bullet.runtime.bench import NO_CLOCKS, DeviceLostError, Measurement, PointError, lane_units
+from bullet.runtime.check import unchecked
+from bullet.runtime.partition import granularity, simulated_table
+from bullet.runtime.plan import ANCHOR_EVERY, CORE_DECODE_SHARES, Rates, Shape, choose_splits, gpu_axes, make_plan
+from bullet.runtime.summary import MAX_CHARS, corun_lines, fit
+from bullet.runtime.sweep import run_sweep
+from bullet.tables import Journal, finalise, read_journal
+
+LLAMA = get_model("llama-3.1-8b")
+SPLITS = choose_splits(132, granularity((9, 0)), CORE_DECODE_SHARES)
+RATES = Rates(132, 6e14, 3e12)
+
+
+class Clock:
+    """Seconds that pass only when the scripted device says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scripted:
+    """A device that takes ``cost_s`` a point and fails as told: point number -> exception."""
+
+    backend, source, gpu, unit, num_units, dtype = "simulated", "simulated", "scripted", "SM", 132, "bfloat16"
+
+    def __init__(self, clock: Clock, cost_s: float = 0.3, fail: dict[int, BaseException] | None = None) -> None:
+        self.clock, self.cost_s, self.fail = clock, cost_s, fail or {}
+        self.count = self.anchors = 0
+        self.table = simulated_table(SPLITS, 132, (9, 0))
+
+    def measure(self, point):
+        self.count += 1
+        self.clock.now += self.cost_s
+        if self.count in self.fail:
+            raise self.fail[self.count]
+        stats = Stats(1e-3, 9e-4, 1.1e-3, 25)
+        if point.kind == "corun":
+            return [Measurement("prefill", point.shape, lane_units(self, point, "prefill"), stats, 1, point.other.op,
+                                point.other, lane_units(self, point, "decode"), 1e12, 0.1),
+                    Measurement("decode", point.other, lane_units(self, point, "decode"), stats, 1, point.shape.op,
+                                point.shape, lane_units(self, point, "prefill"), 1e12, 0.1)]
+        return [Measurement(point.lane, point.shape, lane_units(self, point, point.lane), stats, 1)]
+
+    def anchor(self):
+        self.anchors += 1
+        return Measurement("full", Shape("prefill_layer", 2048), 132, Stats(2e-3, 2e-3, 2e-3, 25), 1)
+
+    def clocks(self):
+        return dict(NO_CLOCKS)
+
+    def provenance(self):
+        return {"driver": "1"}
+
+
+def run(tmp_path, bench, plan, **options):
+    report = unchecked(bench.table, bench.gpu, "scripted")
+    with Journal(tmp_path / "samples.jsonl", {"gpu": bench.gpu, "source": bench.source}) as journal:
+        result = run_sweep(bench, LLAMA, plan, journal, report, clock=bench.clock, now=lambda: "2026-11-30T00:00:00+00:00",
+                           **options)
+        return result, journal.rows
+
+
+def plan_for(budget_s):
+    return make_plan(LLAMA, gpu_axes(SPLITS, []), RATES, budget_s=budget_s)
+
+
+def test_every_point_becomes_its_rows_with_anchors_between(tmp_path):
+    bench = Scripted(Clock())
+    plan = plan_for(60)
+    result, rows = run(tmp_path, bench, plan)
+    assert (result.measured, result.left, result.failed, result.stopped) == (len(plan.points), 0, [], "")
+    measured = [r for r in rows if r["kind"] != "anchor"]
+    assert [r["id"] for r in measured] == [i for p in plan.points for i in p.row_ids("llama-3.1-8b|bfloat16|simulated")]
+    assert bench.anchors == 2 + (len(plan.points) - 1) // ANCHOR_EVERY
+    gaps = [i for i, r in enumerate(rows) if r["kind"] == "anchor"]
+    assert rows[0]["kind"] == rows[-1]["kind"] == "anchor"
+    assert max(b - a for a, b in itertools.pairwise(gaps)) <= 2 * ANCHOR_EVERY + 1
+    assert [r["order"] for r in rows] == list(range(len(rows)))
+    assert {r["partition"] for r in rows} == {"none"}
+    assert all(r["driver"] == "1" and r["seed"] == 0 and r["flops"] is not None for r in rows)
+
+
+def test_a_point_that_fails_is_named_and_the_rest_measured(tmp_path):
+    bench = Scripted(Clock(), fail={3: PointError("kernel refused")})
+    plan = plan_for(30)
+    result, _ = run(tmp_path, bench, plan)
+    assert result.failed == [(plan.points[2].key, "kernel refused")]
+    assert result.measured == len(plan.points) - 1
+
+
+@pytest.mark.parametrize(("failure", "lost", "interrupted"), [
+    (DeviceLostError("gone"), True, False), (KeyboardInterrupt(), False, True), (KeyboardInterrupt("terminated"), False, True)])
+def test_what_was_measured_is_kept_and_resumed(tmp_path, failure, lost, interrupted):
+    plan = plan_for(30)
+    result, rows = run(tmp_path, Scripted(Clock(), fail={11: failure}), plan)
+    assert (result.measured, result.lost, result.interrupted) == (10, lost, interrupted)
+    assert result.left == len(plan.points) - 10
+    assert result.stopped
+    kept = [r["id"] for r in rows]
+    bench = Scripted(Clock())
+    result, rows = run(tmp_path, bench, plan)
+    assert bench.count == len(plan.points) - 10
+    ids = [r["id"] for r in rows]
+    assert ids[:len(kept)] == kept
+    assert len(ids) == len(set(ids))
+    assert {r["run"] for r in rows} == {0, 1}
+
+
+def test_a_slow_device_stops_at_the_budget(tmp_path):
+    clock = Clock()
+    plan = plan_for(60)
+    result, _ = run(tmp_path, Scripted(clock, cost_s=2.0), plan, budget_s=60.0)
+    assert result.stopped == "budget of 60 s reached"
+    assert result.left > 0
+    assert 50 <= clock.now - 100 <= 60
+
+
+def test_progress_says_what_is_left(tmp_path):
+    said = []
+    run(tmp_path, Scripted(Clock(), cost_s=2.0), plan_for(30), say=said.append)
+    assert said[0].startswith("[3/")
+    assert "s to go" in said[0]
+
+
+def test_a_foreign_exception_is_not_swallowed(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, Scripted(Clock(), fail={5: ZeroDivisionError()}), plan_for(30))
+    assert len([r for r in read_journal(tmp_path / "samples.jsonl")[1] if r["kind"] != "anchor"]) >= 4
+
+
+def test_the_printed_tables_stay_short(tmp_path):
+    _, rows = run(tmp_path, Scripted(Clock()), make_plan(LLAMA, gpu_axes(SPLITS, []), RATES))
+    table = corun_lines(finalise(rows), "scripted")
+    assert "Co-run, scripted" in table[0]
+    text = fit(["verdict"] * 20, [table] * 9)
+    assert len("\n".join(text)) <= MAX_CHARS
+    assert any("more lines: see the samples file" in line for line in text)
+    assert "1.00/1.00" in table[2]
+
+
+# ---------------------------------------------------------------------------------------- CPU and simulated
+
+
+def test_cpu_sweep_is_real_labelled_and_short(tmp_path, capsys):
+    pytest.importorskip("torch")
+    assert profile_cli.main(["sweep", "--device", "cpu", "--budget-s", "9", "--threads", "2", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "Co-run, CPU, no partition, lanes alternate: not contention" in text
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert {r["gpu"] for r in rows} == {"CPU, no partition"}
+    assert {r["partition"] for r in rows} == {"none"}
+    assert {r["unit"] for r in rows} == {"thread"}
+    assert {r["kind"] for r in rows} >= {"solo", "corun", "anchor"}
+    assert all(r["median_s"] > 0 and r["torch"] for r in rows)
+    assert len(list(tmp_path.iterdir())) <= 8
+
+
+def test_cpu_bench_restores_the_threads_and_alternates():
+    torch = pytest.importorskip("torch")
+    from bullet.runtime.bench import CpuBench
+    from bullet.runtime.partition import Split
+    from bullet.runtime.plan import Point, decode, prefill
+
+    before = torch.get_num_threads()
+    ticks = iter(range(10**6))
+    bench = CpuBench(get_model("tiny"), threads=3, replays=4, clock=lambda: float(next(ticks)))
+    used = []
+    set_threads = torch.set_num_threads
+
+    def noted(count):
+        used.append(count)
+        set_threads(count)
+
+    torch.set_num_threads = noted
+    try:
+        p, d = bench.measure(Point("corun", Split(2, 1), "both", prefill("prefill_layer", 16), decode("decode_layer", 2, 8)))
+    finally:
+        torch.set_num_threads = set_threads
+    assert used[-13:] == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
+    assert (p.sms, d.sms) == (2, 1)
+    assert p.stats.median_s == d.stats.median_s == 1.0  # each replay spans one tick
+    assert d.stats.samples >= 4
+    bench.close()
+    assert torch.get_num_threads() == before
+
+
+def test_check_refuses_a_cpu_and_simulates_a_gpu(capsys):
+    assert profile_cli.main(["check", "--device", "cpu"]) == 2
+    assert "a CPU has no SM partitions" in capsys.readouterr().err
+    assert profile_cli.main(["check", "--device", "simulated", "--splits", "112+20"]) == 0
+    text = capsys.readouterr().out
+    assert "112+20  would be granted" in text
+    assert "PROVEN" not in text
+    assert profile_cli.main(["check", "--device", "simulated", "--splits", "114+18"]) == 2
+    assert "split 114+18 of 132 SMs cannot be granted" in capsys.readouterr().err
+
+
+def test_simulated_sweep_is_labelled_and_repeats_with_its_seed(tmp_path, capsys):
+    def sweep(name, *options):
+        command = ["sweep", "--device", "simulated", "--splits", "112+20,72+60", "--out", str(tmp_path / name), *options]
+        assert profile_cli.main(command) == 0
+        return {r["id"]: r["median_s"] for r in read_journal(tmp_path / name / "samples.jsonl")[1]}
+
+    one, again, other, exact = sweep("a"), sweep("b"), sweep("c", "--seed", "1"), sweep("d", "--noise-std", "0")
+    text = capsys.readouterr().out
+    assert "Co-run, SIMULATED simulated h200" in text
+    assert "measured on" not in text
+    assert one == again
+    assert one != other
+    assert one != exact
+    assert max(abs(one[i] / exact[i] - 1) for i in exact) < 0.05
+    rows = finalise(read_journal(tmp_path / "d" / "samples.jsonl")[1])
+    assert {r["source"] for r in rows} == {"simulated"}
+    slow = [r["slowdown"] for r in rows if r["kind"] == "corun"]
+    assert min(slow) >= 1.0 - 1e-9
+    assert max(slow) > 1.0
+
+
+def test_simulated_decode_layer_is_a_layer_of_the_iteration():
+    """layers x one layer + LM head = the whole iteration that the simulator runs."""
+    from bullet.runtime.bench import SimulatedBench
+    from bullet.runtime.plan import decode
+
+    bench = SimulatedBench(LLAMA, "h200", simulated_table(SPLITS, 132, (9, 0)))
+    device, work = bench.device, bench._work(decode("decode_layer", 16, 1024))
+    whole = device.decode_work(16, 16 * 1024)
+    head = device.solo_seconds(whole, 132) - 32 * device.solo_seconds(work, 132)
+    assert 0 < head < 4 * device.solo_seconds(work, 132)
+    assert whole.bytes > 32 * work.bytes
+
+
+@pytest.mark.parametrize(("command", "message"), [
+    (["sweep", "--device", "tpu"], "invalid choice"),
+    (["sweep", "--splits", "112-20"], "must read prefill+decode"),
+    (["sweep", "--budget-s", "-1"], "must be a positive number"),
+    (["sweep", "--budget-s", "soon"], "invalid"),
+    (["sweep", "--device", "simulated", "--model", "gpt-9"], "unknown model 'gpt-9'"),
+    (["sweep", "--device", "simulated", "--noise-std", "-1"], "--noise-std -1.0"),
+    (["sweep", "--skip", "softmax"], "invalid choice"),
+    ([], "required"),
+])
+def test_bad_input_is_one_line(command, message, capsys, tmp_path):
+    assert profile_cli.main([*command, *(["--out", str(tmp_path)] if command else [])]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_plan_only_needs_no_device(capsys):
+    assert profile_cli.main(["sweep", "--plan-only", "--gpu", "a100-80gb", "--budget-s", "240"]) == 0
+    text = capsys.readouterr().out
+    assert "nothing is measured" in text
+    assert "splits x 3 prefill sizes x 4 decode sizes" in text
+
+
+def test_compare_two_tables(tmp_path, capsys):
+    for name, seed in (("a", "0"), ("b", "1")):
+        assert profile_cli.main(["sweep", "--device", "simulated", "--splits", "112+20", "--seed", seed,
+                                 "--out", str(tmp_path / name)]) == 0
+    assert profile_cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "measurements in common; median difference" in capsys.readouterr().out
+    assert profile_cli.main(["sweep", "--device", "simulated", "--gpu", "h100", "--splits", "112+20", "--out",
+                             str(tmp_path / "c")]) == 0
+    assert profile_cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
+    assert "only tables of one device are compared" in capsys.readouterr().err
+
+
+def test_what_a_gpu_run_imports():
+    """No simpy, tqdm or matplotlib; torch, triton, pyarrow and cuda-bindings only where they are used."""
+    code = textwrap.dedent("""
+        import sys
+        import bullet.runtime, bullet.profile_cli, bullet.tables
+        import bullet.runtime.bench_cuda, bullet.runtime.check, bullet.runtime.sweep, bullet.runtime.partition
+        found = {"simpy", "tqdm", "matplotlib", "scipy", "pandas", "torch", "triton", "pyarrow", "cuda"} & set(sys.modules)
+        assert not found, found
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_whole_run_imports_nothing_beyond_what_a_gpu_machine_has(tmp_path):
+    pytest.importorskip("torch")
+    code = textwrap.dedent(f"""
+        import sys
+        for name in ("simpy", "tqdm", "matplotlib", "scipy", "sklearn", "pyarrow"):
+            sys.modules[name] = None  # an import of it fails
+        from bullet import profile_cli
+        code = profile_cli.main(["sweep", "--device", "cpu", "--budget-s", "6", "--threads", "2", "--out", {str(tmp_path)!r}])
+        sys.exit(code)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "pyarrow is not installed: no samples.parquet" in done.stdout
+    assert (tmp_path / "samples.jsonl").exists()
