@@ -46,7 +46,8 @@ def check_conservation(outcome: RunOutcome, rows: Rows) -> None:
 def finished(outcome: RunOutcome) -> dict[int, dict[str, float]]:
     """Rows of finished requests by id."""
     r = outcome.requests
-    table = [dict(zip(r.columns, values, strict=True)) for values in zip(*(r[c].tolist() for c in r.columns), strict=True)]
+    columns = [r[name].tolist() for name in r.columns]
+    table = [dict(zip(r.columns, values, strict=True)) for values in zip(*columns, strict=True)]
     return {row["id"]: row for row in table if row["status"] == "finished"}
 
 
@@ -136,7 +137,7 @@ def check_idling(outcome: RunOutcome, recorder: Recorder) -> None:
                 if lane == PREFILL:
                     work = any(row["arrival_s"] <= instant < row["admitted_s"] for row in done)
                 elif lane == DECODE:
-                    # A preempted request is prefill's again meanwhile: only those never preempted are decode's for sure.
+                    # Only requests never preempted are decode's for sure: the others are prefill's again meanwhile.
                     work = any(row["first_token_s"] <= instant < row["finish_s"] and not row["preemptions"]
                                for row in done)
                 else:
