@@ -57,7 +57,10 @@ class Static:
         """The next layers, or the next iteration, on this lane's SMs."""
         if lane == DECODE:
             sms = self.num_sms if self.free_tails and state.prefill is None else self.target.decode_sms
-            return DecodeStep(sms, target=self.target, preempt=decode_victims(state))
+            victims = decode_victims(state)
+            if len(victims) == state.decode_seqs:  # the prefill batch holds the blocks, and gives some back by ending
+                return Wait(reason="kv-full")
+            return DecodeStep(sms, target=self.target, preempt=victims)
         sms = self.num_sms if self.free_tails and not state.decode_seqs else self.target.prefill_sms
         if state.prefill is not None:
             return PrefillStep(sms, min(self.layers, state.prefill.layers_left), target=self.target)

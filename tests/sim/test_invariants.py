@@ -22,7 +22,7 @@ POLICIES = ("bullet", "bullet-literal", "static-96", "static-54", "naive", "sgla
 
 requests = st.lists(
     st.tuples(st.floats(0, 3), st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=25).map(
-    lambda rows: sorted(rows))
+    sorted)
 
 
 @settings(max_examples=120, deadline=None)
@@ -138,7 +138,8 @@ class Restless(Bad):
 
 
 @pytest.mark.parametrize(("policy", "message"), [
-    (Bad(), "makes no progress.*0 of 1 requests closed, 1 waiting.*KV"), (Past(), "already past"), (Greedy(), "asked for 109 SMs"),
+    (Bad(), "makes no progress.*0 of 1 requests closed, 1 waiting.*KV"), (Past(), "already past"),
+    (Greedy(), "asked for 109 SMs"),
     (Restless(), "preemptions without one new token")])
 def test_a_stuck_run_stops_and_shows_its_state(policy: Any, message: str) -> None:
     with pytest.raises(NoProgressError, match=message):
