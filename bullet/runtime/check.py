@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from bullet.errors import BulletError, PartitionError, ResultsError
+from bullet.errors import BulletError, ResultsError
 from bullet.runtime.partition import Pair, PartitionTable, Split
 
 MODES = ("eager", "graph")
@@ -227,10 +227,3 @@ def run_check(table: PartitionTable, prober: Prober, gpu: str) -> CheckReport:
     switch = prober.switch_seconds(table.pairs[0], table.pairs[-1]) if table.pairs else None
     return CheckReport(gpu, table.backend, table.num_sms, verdicts, list(table.refused), control,
                        len(plain[0].smids), names, overlap_matrix(sets), switch)
-
-
-def require_some_proven(report: CheckReport) -> None:
-    """:class:`PartitionError` if not one pair holds."""
-    if not report.proven and not any(p.proven for p in report.pairs):
-        first = report.control_reasons or (report.pairs[0].reasons if report.pairs else ["no pair was made"])
-        raise PartitionError(f"no partition of {report.gpu} was proven ({first[0]}): rows would be labelled unproven")

@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_driver import StubDriver
 
-from bullet.errors import PartitionError
 from bullet.runtime.check import (
     Reading,
     judge,
     judge_control,
     overlap_matrix,
-    require_some_proven,
     run_check,
     together_ns,
     unchecked,
@@ -140,15 +138,12 @@ def test_a_leak_is_found_and_rows_say_so():
     assert not report.proven
     assert report.verdict(SPLIT) == ("unproven", "eager: prefill ran on 115 SMs, granted 112; eager: the lanes share 3 SMs; "
                                                  "graph: prefill ran on 115 SMs, granted 112; graph: the lanes share 3 SMs")
-    with pytest.raises(PartitionError, match="no partition of stub GPU was proven"):
-        require_some_proven(report)
 
 
 def test_one_failing_probe_leaves_the_others_proven():
     report, _ = check({"broken": frozenset({SPLIT})})
     assert [p.proven for p in report.pairs] == [False, True, True]
     assert report.pairs[0].reasons == ["probe failed: CUDA error: invalid resource handle"]
-    require_some_proven(report)
     assert "2 of 3 pairs proven" in report.lines()[-1]
 
 
