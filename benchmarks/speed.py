@@ -45,7 +45,7 @@ def inside(policy: str, rate: float, requests: int) -> dict[str, float]:
     overrides = {"workload.trace": "azure-conv", "workload.rate_req_per_s": rate, "workload.num_requests": requests,
                  "policy.name": policy}
     done = subprocess.run([sys.executable, "-c", INSIDE, json.dumps(overrides)], check=True, capture_output=True,
-                          text=True, preexec_fn=one_core)
+                          text=True, preexec_fn=one_core)  # noqa: PLW1509 - no threads here
     return json.loads(done.stdout)
 
 
@@ -56,7 +56,7 @@ def whole(arguments: list[str]) -> tuple[float, float]:
         if "--help" not in arguments:
             command += ["--out", str(Path(folder) / "run")]
         started = time.perf_counter()
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=one_core)
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=one_core)  # noqa: PLW1509 - no threads here
         _, status, usage = os.wait4(child.pid, 0)
         if status:
             raise SystemExit(f"{' '.join(command)}: exit status {os.waitstatus_to_exitcode(status)}")

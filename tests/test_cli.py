@@ -1,0 +1,178 @@
+"""The command as a user meets it: what it writes, and one clear line for every mistake."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bullet import cli
+from bullet.results import load_run
+
+FAST = ["--num-requests", "40", "--quiet"]
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs, expects status 2 and exactly one line of error; returns it."""
+    try:
+        code = cli.sim(list(arguments))
+    except SystemExit as exc:
+        code = exc.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("bullet-sim")
+    return lines[0]
+
+
+def test_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert cli.sim(["run", "--policy", "bullet", "--trace", "azure-code", "--rate", "5", *FAST, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "simulated (fitted device model): llama-3.1-8b on a100-80gb" in text
+    assert str(out) in text
+    names = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    assert names == {"config.toml", "requests.parquet", "steps.parquet", "summary.json", "timing.json", "trace.json",
+                     "report.html", "plots/latency_cdf.png", "plots/sm_share.png"}
+    _, summary, steps, requests = load_run(out)
+    assert summary["complete"] is True
+    assert summary["offered"] == summary["completed"] == len(requests) == 40
+    assert len(steps) == summary["steps"]
+    json.loads((out / "trace.json").read_text())
+    # The stored configuration runs again to the same rows.
+    again = tmp_path / "again"
+    assert cli.sim(["run", "--config", str(out / "config.toml"), "--quiet", "--no-report", "--out", str(again)]) == 0
+    assert (again / "requests.parquet").read_bytes() == (out / "requests.parquet").read_bytes()
+    assert (again / "steps.parquet").read_bytes() == (out / "steps.parquet").read_bytes()
+    assert not (again / "report.html").exists()
+
+
+def test_compare_gives_every_policy_the_same_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cmp"
+    assert cli.sim(["compare", "--policies", "vllm-1024,static-96", "--trace", "sharegpt", "--rate", "9", *FAST, "--out",
+                    str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("vllm-1024") == text.count("static-96") == 1
+    tables = [load_run(out / name)[3] for name in ("vllm-1024", "static-96")]
+    keys = [sorted(zip(t["id"].tolist(), t["arrival_s"].tolist(), t["prompt_tokens"].tolist(), strict=True)) for t in tables]
+    assert keys[0] == keys[1]
+    assert {s["system"] for s in json.loads((out / "comparison.json").read_text())} == {"vllm-1024", "static-96"}
+    assert (out / "report.html").read_text().count("data:image/png;base64") == 2
+
+
+def test_list_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.sim(["list"]) == 0
+    text = capsys.readouterr().out
+    for word in ("azure-code", "2048/1469/5188/7437", "bullet-literal", "sglang-N-mixed", "qwen3-32b", "h20", "srm-blind"):
+        assert word in text
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--rate", "0"], ["--rate", "0.0", "positive"]), (["--num-requests", "0"], ["--num-requests", "positive"]),
+    (["--rate", "fast"], ["'fast' is not a number"]), (["--policy", "bulet"], ["unknown policy 'bulet'", "vllm-N"]),
+    (["--model", "gpt-9"], ["unknown model 'gpt-9'", "llama-3.1-8b"]), (["--gpu", "b300"], ["unknown gpu 'b300'", "h100"]),
+    (["--trace", "azure"], ["unknown trace 'azure'", "azure-code"]),
+    (["--set", "device.colour=1"], ["unknown key 'device.colour'"]),
+    (["--set", "nonsense"], ["must read key.subkey=value"]), (["--set", "seed=1.5"], ["seed = 1.5", "int"]),
+    (["--set", "policy.options.knob=1"], ["no such option"]), (["--policy", "static-95"], ["static-95", "steps of 2"]),
+    (["--set", "device.partition_step_sms=7"], ["partition step of 7"]), (["--config", "absent.toml"], ["absent.toml"]),
+    (["--model", "llama-3.1-70b"], ["leave no room for KV"]), (["--arrivals", "recorded", "--rate", "3"], ["--time-scale"]),
+    (["--trace", "sharegpt", "--arrivals", "recorded"], ["no arrival times"]), (["--frobnicate"], ["--frobnicate"]),
+    (["--trace", "missing.csv"], ["missing.csv"])])
+def test_a_users_mistake_is_one_clear_line(arguments: list[str], words: list[str], tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    line = failing(capsys, "run", *arguments, "--quiet", "--out", str(tmp_path / "o"))
+    for word in words:
+        assert word in line
+
+
+HEADER = "arrival_s,prompt_tokens,output_tokens\n"
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("t.csv", b"arrival_s,prompt_tokens\n0,1\n", ["output tokens"]),
+    ("t.csv", (HEADER + "0,10,5\n1,ten,5\n").encode(), ["t.csv:3", "prompt_tokens", "'ten'"]),
+    ("t.csv", (HEADER + "0,-4,5\n").encode(), ["t.csv:2", "-4", "1 to 10^9"]),
+    ("t.csv", (HEADER + "0,4,0\n").encode(), ["t.csv:2", "1 to 10^9"]),
+    ("t.csv", (HEADER + "5,4,5\n4,4,5\n").encode(), ["t.csv:3", "decrease"]),
+    ("t.csv", b"", ["t.csv", "empty"]), ("t.csv", HEADER.encode(), ["no requests"]),
+    ("t.csv.gz", gzip.compress((HEADER + "0,4,5\n").encode())[:-9], ["t.csv.gz", "truncated"]),
+    ("t.csv", HEADER.encode() + b"0,4,\xff\n", ["t.csv:2", "UTF-8"])])
+def test_a_broken_trace_names_file_and_line(name: str, content: bytes, words: list[str], tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    line = failing(capsys, "run", "--trace", str(path), "--arrivals", "recorded", "--quiet", "--out", str(tmp_path / "o"))
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "o").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "precious.txt").write_text("mine")
+    assert "not an empty folder" in failing(capsys, "run", *FAST, "--out", str(out))
+    assert [p.name for p in out.iterdir()] == ["precious.txt"]
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert "file" in failing(capsys, "run", *FAST, "--out", str(file / "below"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    assert "cannot be written" in failing(capsys, "run", *FAST, "--out", str(tmp_path / "o"))
+
+
+STOPPING = """
+from bullet.policies.vllm import Vllm
+class Stop(Vllm):
+    def __init__(self, context):
+        super().__init__(context, 1024)
+        self.asked = 0
+    def next_step(self, lane, state, now_s):
+        self.asked += 1
+        if self.asked == 300:
+            raise {error}
+        return super().next_step(lane, state, now_s)
+"""
+
+
+def test_ctrl_c_keeps_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "stop.py"
+    policy.write_text(STOPPING.format(error="KeyboardInterrupt"))
+    out = tmp_path / "run"
+    load = ["--rate", "5", "--num-requests", "100", "--quiet"]
+    assert cli.sim(["run", "--policy", f"{policy}:Stop", *load, "--out", str(out)]) == 130
+    assert f"interrupted; rows so far are kept in {out}" in capsys.readouterr().err
+    _, summary, steps, requests = load_run(out)
+    assert summary["complete"] is False
+    assert summary["why"] == "interrupted"
+    assert len(requests) == summary["offered"] == 100 == summary["finished"] + summary["rejected"] + summary["unfinished"]
+    assert summary["unfinished"] > 0
+    assert len(steps) >= 290
+    assert not (out / "parts").exists()
+
+
+def test_a_stuck_policy_stops_with_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "lazy.py"
+    policy.write_text("from bullet.state import Wait\nclass Lazy:\n    lanes = ('hybrid',)\n"
+                      "    def __init__(self, context): pass\n    def next_step(self, lane, state, now_s): return Wait()\n"
+                      "    def observe(self, step, elapsed_s): pass\n")
+    line = failing(capsys, "run", "--policy", f"{policy}:Lazy", *FAST, "--out", str(tmp_path / "o"))
+    assert "makes no progress" in line
+    assert json.loads((tmp_path / "o" / "summary.json").read_text())["complete"] is False
+
+
+def test_help_teaches_by_example_without_heavy_imports() -> None:
+    code = ("import sys; from bullet.cli import sim\ntry: sim(['--help'])\nexcept SystemExit: pass\n"
+            "print([m for m in ('numpy', 'pyarrow', 'simpy', 'matplotlib') if m in sys.modules])")
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert text.strip().endswith("[]")
+    assert text.count("\n  bullet-sim ") >= 5
