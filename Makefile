@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-core test-torch lint gpu clean
+
+# For `make gpu`: the machine's own python with torch, triton, cuda-bindings; nothing is installed, no network needed.
+GPU_PYTHON ?= python3
+BUDGET_S ?= 240
+OUT ?= runs/gpu
 
 # Stamps: repeated only when the requirements change.
 $(VENV)/.base: pyproject.toml requirements/base.txt
@@ -27,6 +32,21 @@ lint: $(VENV)/.test
 
 test: lint
 	$(BIN)/python -m pytest
+
+# All but the tests of the profiler (those that need torch skip themselves without it).
+test-core: $(VENV)/.test
+	$(BIN)/python -m pytest --ignore=tests/runtime --ignore=tests/kernels
+
+# The profiler's tests with torch (CPU build) and triton, in an environment of their own.
+test-torch:
+	@test -x .venv-torch/bin/python || $(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip -q install torch==2.13.0
+	.venv-torch/bin/python -m pip -q install -r requirements/gpu-test.txt
+	.venv-torch/bin/python -m pip -q install --no-deps -e .
+	.venv-torch/bin/python -m pytest tests/runtime tests/kernels tests/test_tables.py
+
+gpu:
+	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $(BUDGET_S) --out $(OUT)
 
 clean:
 	rm -rf $(VENV)
