@@ -16,13 +16,17 @@ request i against a step of T seconds is ``SLO (g_i + 1) - (now - d_i) - T``: T 
 ``limit_s``, says how long the next step may be, and every candidate d is tested by ``T(d) <= limit_s``. Between joins
 and leaves that number moves by one SLO an iteration and by the clock alone, so it costs nothing to keep.
 
+Candidates are indices into the split table, in ascending d: the smallest index is the largest p. Searches bisect where
+they may take a step to be no slower on more SMs; online corrections by SM bucket can bend that by their error.
+
 Where the paper is silent the reading is an option (``OPTIONS``). ``BulletLiteral`` is the letter of the text.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from bisect import bisect_left
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +41,7 @@ from bullet.state import (
     Decision,
     DecodeStep,
     Partition,
+    PrefillBatch,
     PrefillStep,
     Published,
     Request,
@@ -54,10 +59,15 @@ OPTIONS: dict[str, Any] = {
     "late_patience": 20.0,  # x its SLO: longest that a late request waits behind later arrivals
     "repair": True,  # a request in time by arrival order but not after the sort moves forward
     "hand_over": "batch",  # off | batch (nothing can follow P) | queue (P and all of Q end within a step)
-    "delayed_decode": True,
+    "delayed_decode": True,  # while prefill layers that end by decode's latest start run on N: no others can use the wait
     "delay_limit": 1.0,  # x TPOT SLO: longest delay
-    "partition": True,  # off: both lanes hold all N SMs (Fig. 23, scheduler only)
+    "partition": True,  # off: both lanes hold all N SMs; reordering and delayed decode stay (Fig. 23, w/ Scheduler)
 }
+
+REDUCE_DECODE = "reduce-decode"
+SHARED = "shared"
+DELAYED = "delayed-decode"
+HAND_OVER = "hand-over"
 
 
 def order_statistic(slacks: NDArray[np.float64]) -> float:
@@ -65,7 +75,7 @@ def order_statistic(slacks: NDArray[np.float64]) -> float:
     n = len(slacks)
     if n == 0:
         return math.inf
-    index = n - math.ceil(0.9 * n)
+    index = n // 10  # n - ceil(0.9 n)
     return float(np.partition(slacks, index)[index])
 
 
@@ -74,7 +84,7 @@ def p90(values: NDArray[np.float64]) -> float:
     n = len(values)
     if n == 0:
         return 0.0
-    index = math.ceil(0.9 * n) - 1
+    index = n - n // 10 - 1  # ceil(0.9 n) - 1
     return float(np.partition(values, index)[index])
 
 
@@ -96,6 +106,9 @@ class Bullet:
             raise ConfigError(f"policy.options.layers_per_step = {options['layers_per_step']}: must be 1 or more")
         if not 0 <= options["decode_floor"] < 1:
             raise ConfigError(f"policy.options.decode_floor = {options['decode_floor']}: must be from 0 to under 1")
+        for name in ("late_patience", "delay_limit"):
+            if not options[name] >= 0:
+                raise ConfigError(f"policy.options.{name} = {options[name]}: must be 0 or more")
         self.options = options
         self.estimator = context.estimator
         self.splits = context.splits
@@ -105,25 +118,23 @@ class Bullet:
         self.layers_per_step: int = options["layers_per_step"]
         self.partition: bool = options["partition"]
         self.cap_next_step: bool = options["cap_next_step"]
+        self.delay_limit_s: float = options["delay_limit"] * context.tpot_slo_s
         self._index_of = {int(d): i for i, d in enumerate(self.splits.decode_sms)}
         self._partitions = [Partition(self.num_sms - int(d), int(d)) for d in self.splits.decode_sms]
-        self._shared = Partition(self.num_sms, self.num_sms)
-        self._all_decode = Partition(0, self.num_sms)
+        self._partitions.append(Partition(self.num_sms, self.num_sms))  # at ``full``: everything is shared
         #: Smallest admissible split index: decode never below its floor.
         self.floor = int(np.searchsorted(self.splits.decode_sms, options["decode_floor"] * self.num_sms - 1e-9))
         self.floor = min(self.floor, self.full - 1)
-        # Derived from the states seen, for speed only: a fresh policy recomputes the same values.
-        self._limit_key: tuple[int, int] = (-1, -1)
-        self._limit_const = math.inf
-        self._delay_until_s: float | None = None
-        self._largest_key = -1
-        self._largest_blocks = 0
-        self._rows_key = -1
-        self._rows = np.empty(0, dtype=np.int64)
-        self._row_of: dict[int, int] = {}
-        self._table = np.empty((256, self.full + 1))
-        self._order_key = -1
-        self._order = np.empty(0, dtype=np.int64)
+        # What it remembers; all of it follows from the calls so far, so a record replays into a fresh policy.
+        self._delay_until_s: float | None = None  # end of the delay that decode is in
+        self._ranked: _Ranked | None = None  # Q as last sorted
+        # Kept for speed: the same values would be computed anew.
+        self._limit_key: tuple[int, int, int, int | None] | None = None
+        self._due_s = math.inf
+        self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
+        self._table = np.empty((256, self.full + 1))  # a row for each prompt length: uncorrected seconds over splits
+        self._row_of = np.full(4096, -1, dtype=np.int64)  # prompt length -> row
+        self._rows = 0
 
     # ---- the two lanes ---------------------------------------------------------------------------
 
@@ -132,99 +143,107 @@ class Bullet:
         return self._prefill(state, now_s) if lane == PREFILL else self._decode(state, now_s)
 
     def observe(self, step: Step, elapsed_s: float) -> None:
-        """Online recalibration (section 3.2.4); steps launched outside the model's assumptions teach nothing."""
-        if isinstance(step, PrefillStep):
-            if step.predicted_s and step.reason != "delayed-decode":
-                self.estimator.observe(PREFILL, step.sms, step.predicted_s, elapsed_s)
-        elif isinstance(step, DecodeStep) and step.predicted_s and step.reason != "hand-over":
-            self.estimator.observe(DECODE, step.sms, step.predicted_s, elapsed_s)
+        """Online recalibration (section 3.2.4); steps meant to share SMs teach nothing, as no model here covers that."""
+        if step.predicted_s and step.reason not in (DELAYED, HAND_OVER):
+            lane = PREFILL if isinstance(step, PrefillStep) else DECODE
+            self.estimator.observe(lane, step.sms, step.predicted_s, elapsed_s)
 
     def _prefill(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
         present = self._present_prefill(state)
         seqs = state.decode_seqs
         beside = (seqs, state.decode_context_tokens) if seqs else None
+        popped: list[Request] = []
         ttft: _Forecast
         if batch is not None:
             # P runs and goes on: satisfied = every request of P meets its TTFT SLO under the present split.
-            admit: tuple[int, ...] = ()
             tokens, layers_left = batch.tokens, batch.layers_left
-            ttft = _RunningBatch(self, state, now_s, beside, layers_left / batch.num_layers, 0.0)
+            ttft = _RunningBatch(self, state, batch, now_s, beside, layers_left / batch.num_layers, 0.0)
             margin_s = ttft.margin(present)
         else:
-            order = self._sort(state, now_s, present)
-            margin_s = self.queue_margin(state, now_s, present)
-            popped = self._pop(state, [state.queue.requests[i] for i in order], present)
+            # Otherwise satisfied = P90 over Q as it is before the pop, re-estimated after the sort.
+            ranked = self._sort(state, now_s, present)
+            ttft = _PoppedBatch(self, ranked, now_s)
+            margin_s = ttft.margin(present)
+            popped = self._pop(state, ranked, present if seqs else self.full)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
                 return Wait(None, Published(ttft_margin_s=margin_s), Partition(0, self.num_sms), "kv-full")
-            admit = tuple(r.id for r in popped)
             tokens, layers_left = tuple(r.known_tokens for r in popped), state.num_layers
-            ttft = _PoppedBatch(self, state, now_s)
+        admit = tuple(r.id for r in popped)
         published = Published(ttft_margin_s=margin_s)
         layers = min(self.layers_per_step, layers_left)
 
+        def predicted_s(index: int) -> float:
+            return self.estimator.prefill_at(tokens, beside, index) * layers / state.num_layers
+
         def launch(sms: int, index: int, target: Partition, reason: str) -> PrefillStep:
-            predicted_s = self.estimator.prefill_at(tokens, beside, index) * layers / state.num_layers
-            return PrefillStep(sms, layers, admit, predicted_s, published, target, (), reason)
+            return PrefillStep(sms, layers, admit, predicted_s(index), published, target, (), reason)
 
         if not self.partition:
-            return launch(self.num_sms, self.full, self._shared, "shared")
+            return launch(self.num_sms, self.full, self._partitions[self.full], SHARED)
         if not seqs:  # no decodes: p = N
             return launch(self.num_sms, self.full, Partition(self.num_sms, 0), "no-decode")
 
         step = self._decode_step(state, sum(tokens))
         limit_s = self._limit(state, now_s)
+        # The branch test reads what decode published, unless the batch it spoke of is gone: an empty one is satisfied.
         tpot_margin_s = state.decode_published.tpot_margin_s
-        tpot_met = tpot_margin_s is None or tpot_margin_s >= 0
-        kv_full = bool(state.queue.requests) and self._kv_full(state, admit)
+        tpot_met = tpot_margin_s is None or tpot_margin_s >= 0 or not state.decode.size
+        kv_full = self._kv_full(state, now_s, popped)
         index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, step, limit_s, ttft, kv_full)
         partition = self._partitions[index]
-        if (reason == "reduce-decode" and DECODE not in state.in_flight and ttft.margin(index) < 0
-                and self._delayed(now_s, step.at(index), limit_s) is not None):
-            # Delayed decode: prefill has the device to itself until decode's latest start.
-            return launch(self.num_sms, self.full, partition, "delayed-decode")
+        if (reason == REDUCE_DECODE and DECODE not in state.in_flight and ttft.margin(index) < 0
+                and predicted_s(self.full) <= self._delay(now_s, step.at(index), limit_s)):
+            # Delayed decode: these layers have the device to themselves, as they end by decode's latest start.
+            return launch(self.num_sms, self.full, partition, DELAYED)
         return launch(partition.prefill_sms, index, partition, reason)
 
     def _decode(self, state: SystemState, now_s: float) -> Decision:
+        batch = state.prefill
         victims = decode_victims(state)
         if victims and len(victims) >= state.decode_seqs:
-            raise AssertionError(f"one request outgrew the KV cache: {state.decode_seqs} decoding")
-        batch = state.prefill
-        step = self._decode_step(state, sum(batch.tokens) if batch is not None else 0)
+            assert batch is not None, f"one request outgrew the KV cache: {state.decode_seqs} decoding"
+            return Wait(reason="kv-full")  # P holds the blocks, until its last layer
+        step = self._decode_step(state, sum(batch.tokens) if batch is not None else 0, victims)
         limit_s = self._limit(state, now_s)
-        present = self._present_decode(state)
-        tpot_margin_s = limit_s - step.at(present)
+        tpot_margin_s = limit_s - step.at(self._present_decode(state))
         published = Published(tpot_margin_s=tpot_margin_s)
+        flight = state.in_flight.get(PREFILL)
 
         def launch(sms: int, index: int, target: Partition, reason: str) -> DecodeStep:
             self._delay_until_s = None
             return DecodeStep(sms, step.at(index), published, target, victims, reason)
 
-        if not self.partition:
-            return launch(self.num_sms, self.full, self._shared, "shared")
         if batch is None:  # no prefill work: d = N
-            return launch(self.num_sms, self.full, self._all_decode, "no-prefill")
+            target = Partition(0, self.num_sms) if self.partition else self._partitions[self.full]
+            return launch(self.num_sms, self.full, target, "no-prefill")
 
-        flight = state.in_flight.get(PREFILL)
         flying_s, layers = 0.0, batch.layers_left
         if flight is not None and isinstance(flight.step, PrefillStep):
             flying_s = flight.remaining_s(now_s)
             layers -= flight.step.layers
         beside = (state.decode_seqs, state.decode_context_tokens)
-        ttft = _RunningBatch(self, state, now_s, beside, layers / batch.num_layers, flying_s)
-        ttft_margin_s = state.prefill_published.ttft_margin_s
-        satisfied = ttft_margin_s is None or ttft_margin_s >= 0
-        kv_full = bool(state.queue.requests) and self._kv_full(state, ())
-        index, reason = self._choose(state, now_s, satisfied, tpot_margin_s >= 0, step, limit_s, ttft, kv_full)
+        ttft = _RunningBatch(self, state, batch, now_s, beside, layers / batch.num_layers, flying_s)
+        if self.partition:
+            ttft_margin_s = state.prefill_published.ttft_margin_s
+            satisfied = ttft_margin_s is None or ttft_margin_s >= 0
+            kv_full = self._kv_full(state, now_s, [])
+            index, reason = self._choose(state, now_s, satisfied, tpot_margin_s >= 0, step, limit_s, ttft, kv_full)
+            if self._tail_is_short(state, ttft.left(index), index, step.at(index), kv_full):
+                return launch(self.num_sms, self.full, self._partitions[index], HAND_OVER)
+        else:
+            index, reason = self.full, SHARED
         partition = self._partitions[index]
-        if self._tail_is_short(state, ttft, index, step.at(index)):
-            return launch(self.num_sms, self.full, partition, "hand-over")
-        if reason == "reduce-decode" and not victims and ttft.margin(index) < 0:
-            until_s = self._delayed(now_s, step.at(index), limit_s)
-            if until_s is not None:
+        if reason in (REDUCE_DECODE, SHARED) and not victims and (layers or state.queue.requests):
+            # Delayed decode: as prefill's launch in flight decided it, or decided here until prefill's next launch,
+            # which must come in time to use the SMs.
+            delay_s = self._delay(now_s, step.at(index), limit_s)
+            decided = flight is not None and flight.step.reason == DELAYED
+            usable = flying_s < delay_s or (flight is not None and flight.step.sms == self.num_sms)
+            if delay_s > 0 and (decided or (usable and ttft.margin(index) < 0)):
                 if self._delay_until_s is None:
-                    self._delay_until_s = now_s + self.options["delay_limit"] * self.tpot_slo_s
-                return Wait(until_s, published, partition, "delayed-decode")
+                    self._delay_until_s = now_s + self.delay_limit_s
+                return Wait(now_s + delay_s, published, partition, DELAYED)
         return launch(partition.decode_sms, index, partition, reason)
 
     # ---- the branches of Algorithm 1 -------------------------------------------------------------
@@ -235,33 +254,31 @@ class Bullet:
         if kv_full:
             return self._free_kv(ttft), "kv-full"
         cap_s = min(limit_s, self.tpot_slo_s) if self.cap_next_step else limit_s
-        present = self._present_decode(state)
-        if not satisfied and not tpot_met:
-            return self._set_balanced(state, now_s, step, ttft), "balanced"
         if tpot_met:
             # ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO.
+            present = self._present_decode(state)
             found = step.first_within(cap_s, self.floor, min(present, self.full - 1))
             if found is not None:
-                return found, "reduce-decode"
-            if self.floor <= present < self.full and state.target.prefill_sms:
+                return found, REDUCE_DECODE
+            if self.floor <= present < self.full:
                 return present, "keep"
-            return self._set_balanced(state, now_s, step, ttft), "balanced"
-        # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
-        in_time = ttft.met(self.floor, self.full)
-        both = (step.all()[self.floor : self.full] <= cap_s) & in_time
-        first = int(both.argmax())
-        if both[first]:
-            return self.floor + first, "reduce-prefill"
-        keeps = np.flatnonzero(in_time)
-        if len(keeps):
-            return self.floor + int(keeps[-1]), "reduce-prefill"
+        elif satisfied:
+            # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
+            in_time = ttft.met(self.floor, self.full)
+            both = (step.all()[self.floor : self.full] <= cap_s) & in_time
+            first = int(both.argmax())
+            if both[first]:
+                return self.floor + first, "reduce-prefill"
+            keeps = np.flatnonzero(in_time)
+            if len(keeps):
+                return self.floor + int(keeps[-1]), "reduce-prefill"
         return self._set_balanced(state, now_s, step, ttft), "balanced"
 
     def _set_balanced(self, state: SystemState, now_s: float, step: _DecodeForecast, ttft: _Forecast) -> int:
         """SetBalancedSM: minimise max(P90(ttft) / SLO, P90(tpot) / SLO) over the splits, ties to the larger p.
 
-        The first falls and the second rises with p, so the best split is where they cross: bisect for the smallest
-        index (largest p) at which TTFT is the worse of the two, and compare it with its left neighbour.
+        As d rises the first rises and the second falls, so the best split is where they cross: the smallest d at which
+        TTFT is the worse of the two, or its neighbour.
         """
         running = state.decode
         flight = state.in_flight.get(DECODE)
@@ -270,24 +287,25 @@ class Bullet:
         age_s = now_s + ahead_s - running.first_token_s
         if state.ready:
             gained = np.concatenate((gained, [float(r.generated) for r in state.ready]))
-            age_s = np.concatenate((age_s, [now_s + ahead_s - (r.first_token_s or now_s) for r in state.ready]))
+            age_s = np.concatenate((age_s, [now_s + ahead_s - _first_token_s(r) for r in state.ready]))
 
         def tpot(index: int) -> float:
             return p90((age_s + step.at(index)) / gained) / self.tpot_slo_s
 
+        def ttft_decides(index: int) -> bool:
+            return ttft.ratio(index) >= tpot(index)
+
         # The cap on the next step holds here too where any split can meet it: P90 says nothing of one long step.
         capped = step.first_within(self.tpot_slo_s, self.floor, self.full - 1) if self.cap_next_step else None
         first = self.floor if capped is None else capped
-        low, high = first, self.full - 1
-        while low < high:
-            middle = (low + high) // 2
-            if ttft.ratio(middle) >= tpot(middle):
-                high = middle
-            else:
-                low = middle + 1
-        if low > first and max(ttft.ratio(low - 1), tpot(low - 1)) <= max(ttft.ratio(low), tpot(low)):
-            low -= 1
-        return low
+        if ttft_decides(first):  # as in deep overload
+            return first
+        crossing = first + bisect_left(range(first, self.full - 1), True, key=ttft_decides)
+        left = crossing - 1
+        if max(ttft.ratio(crossing), tpot(crossing)) < tpot(left):
+            return crossing
+        # Left of the crossing decode decides, and more SMs may not help it at all: the largest p of equals.
+        return first + bisect_left(range(first, left), True, key=lambda i: step.at(i) <= step.at(left))
 
     def _free_kv(self, ttft: _Forecast) -> int:
         """KV full: decode frees it. The largest d up to N/2 that keeps P's TTFT, else 2N/9."""
@@ -297,169 +315,167 @@ class Bullet:
             return self.floor + int(keeps[-1])
         return min(self.full - 1, max(self.floor, int(np.searchsorted(self.splits.decode_sms, 2 * self.num_sms / 9))))
 
-    def _delayed(self, now_s: float, step_s: float, limit_s: float) -> float | None:
-        """Latest start of a decode step that keeps P90(tpot), or ``None`` if that is now."""
-        if not self.options["delayed_decode"]:
-            return None
-        # One TPOT SLO in all, from when the delay began: it is decided again at each prefill launch.
-        longest = now_s + self.options["delay_limit"] * self.tpot_slo_s if self._delay_until_s is None else self._delay_until_s
-        until_s = min(now_s + limit_s - step_s, longest)
-        return until_s if until_s > now_s + 1e-6 else None
+    def _delay(self, now_s: float, step_s: float, limit_s: float) -> float:
+        """Delayed decode: seconds until the latest start of a step that keeps P90(tpot); 0 if that is now.
 
-    def _tail_is_short(self, state: SystemState, ttft: _RunningBatch, index: int, step_s: float) -> bool:
+        At most one TPOT SLO in all, from when the delay began: it is decided again at each prefill launch.
+        """
+        if not self.options["delayed_decode"]:
+            return 0.0
+        longest_s = self.delay_limit_s if self._delay_until_s is None else self._delay_until_s - now_s
+        delay_s = min(limit_s - step_s, longest_s)
+        return delay_s if delay_s > 1e-6 else 0.0
+
+    def _tail_is_short(self, state: SystemState, left_s: float, index: int, step_s: float, kv_full: bool) -> bool:
         """Hand-over: what is left of prefill ends within one decode step, and no batch can follow."""
-        mode = self.options["hand_over"]
-        left_s = ttft.left(index)
+        mode, waiting = self.options["hand_over"], state.queue.requests
         if mode == "off" or left_s >= step_s:
             return False
-        waiting = state.queue.requests
         if mode == "batch":
-            return not any(fits(state, request) for request in waiting)
+            return not waiting or kv_full
         for request in waiting:
             left_s += self.estimator.prefill_at((request.known_tokens,), None, index)
-        return left_s < step_s
+            if left_s >= step_s:
+                return False
+        return True
 
-    # ---- estimates -------------------------------------------------------------------------------
+    # ---- TPOT ------------------------------------------------------------------------------------
 
-    def _decode_step(self, state: SystemState, prefill_tokens: int) -> _DecodeForecast:
-        """The next iteration beside a prefill of that many tokens; waiting merges included."""
-        context = state.decode_context_tokens
+    def _decode_step(self, state: SystemState, prefill_tokens: int, victims: tuple[int, ...] = ()) -> _DecodeForecast:
+        """The next iteration beside a prefill of that many tokens: with those waiting to merge, without victims."""
+        seqs, context = state.decode_seqs, state.decode_context_tokens
         if DECODE in state.in_flight:
             context += state.decode.size  # the iteration in flight adds a token to each
-        return _DecodeForecast(self.estimator, state.decode_seqs, context, prefill_tokens)
+        for request_id in victims:
+            request = state.decode.requests.get(request_id)
+            seqs -= 1
+            context -= (next(r.known_tokens for r in state.ready if r.id == request_id) if request is None
+                        else state.decode.cached(request) + 1)
+        return _DecodeForecast(self.estimator, seqs, context, prefill_tokens)
 
     def _limit(self, state: SystemState, now_s: float) -> float:
-        """How long the next decode step may be with P90(tpot) inside its SLO; infinity without decodes."""
-        running, slo = state.decode, self.tpot_slo_s
+        """How long the next decode step may be with P90(tpot) inside its SLO; infinity without decodes.
+
+        A request's next token is due one SLO after its first for each token it has by then: g + 1 at an iteration's
+        end, g + 2 while one is in flight; those waiting to merge gain nothing from the one in flight.
+        """
+        running, ready, slo = state.decode, state.ready, self.tpot_slo_s
         flight = state.in_flight.get(DECODE)
         ahead_s = 0.0 if flight is None else flight.remaining_s(now_s)
         iteration = running.iteration + (0 if flight is None else 1)
-        if not state.ready:
-            key = (running.version, 0)
-            if key != self._limit_key:
-                self._limit_key = key
-                self._limit_const = order_statistic(running.first_token_s + slo * running.generated_offset)
-            return self._limit_const + slo * iteration - now_s - ahead_s
-        slacks = running.first_token_s + slo * (running.generated_offset + iteration)
-        ready = [(r.first_token_s or now_s) + slo * r.generated for r in state.ready]
-        return order_statistic(np.concatenate((slacks, ready))) - now_s - ahead_s
+        key = (running.version, len(ready), ready[-1].id, iteration) if ready else (running.version, 0, 0, None)
+        if key != self._limit_key:
+            due_s = running.first_token_s + slo * running.generated_offset  # and one SLO more each iteration
+            if ready:
+                due_s = np.concatenate((due_s, [_first_token_s(r) + slo * (r.generated - iteration) for r in ready]))
+            self._limit_key, self._due_s = key, order_statistic(due_s)
+        return self._due_s + slo * iteration - now_s - ahead_s
 
-    def _own(self, state: SystemState, index: int) -> NDArray[np.float64]:
-        """Each waiting request's own prefill seconds under one split, in the queue's order."""
+    # ---- the queue -------------------------------------------------------------------------------
+
+    def _sort(self, state: SystemState, now_s: float, index: int) -> _Ranked:
+        """Q by least estimated latency under one split, with the readings of ``OPTIONS``."""
         queue = state.queue
-        if queue.version != self._rows_key:
-            self._rows_key = queue.version
-            self._rows = np.array([self._row(r.known_tokens) for r in queue.requests], dtype=np.int64)
-        own: NDArray[np.float64] = self._table[self._rows, index] * self.estimator.prefill_correction()[index]
-        return own
-
-    def _row(self, tokens: int) -> int:
-        """Row of ``_table`` that holds a prompt length's uncorrected seconds over all splits."""
-        row = self._row_of.get(tokens)
-        if row is None:
-            row = self._row_of[tokens] = len(self._row_of)
-            if row == len(self._table):
-                self._table = np.concatenate((self._table, np.empty_like(self._table)))
-            self._table[row] = self.estimator.prefill_base(tokens)
-        return row
-
-    def _sort(self, state: SystemState, now_s: float, index: int) -> NDArray[np.int64]:
-        """Q by least estimated latency under one split, with the readings of ``OPTIONS``: positions in the queue."""
-        queue = state.queue
-        if len(queue) == 1:
-            order = np.zeros(1, dtype=np.int64)
-        else:
-            own = self._own(state, index)
-            started = self._started(state)
-            order = self._rank(state, now_s, own, started)
+        # Preempted requests stand at the front. Their first token is out, so that only TPOT is at stake: they go first.
+        started = 0
+        while started < len(queue.requests) and queue.requests[started].first_token_s is not None:
+            started += 1
+        rows = self._rows_for(queue.known_tokens)
+        order = np.arange(len(rows))
+        if len(rows) - started > 1:
+            own = self._table[rows, index] * self.estimator.prefill_correction()[index]
+            waited = now_s - queue.arrival_s
+            order = self._rank(waited, own, queue.ttft_slo_s, started)
             if self.options["repair"] and self.options["order"] == "least":
-                slack = queue.arrival_s + queue.ttft_slo_s - now_s - self._ahead(state, now_s, index)
-                order = self._repair(order, own, np.where(started, math.inf, slack))
-        self._order_key, self._order = queue.version, order
-        return order
+                slack = queue.ttft_slo_s - waited - self._ahead(state, now_s, index)
+                slack[:started] = math.inf
+                order = self._repair(order, own, slack)
+        self._ranked = _Ranked(queue.version, order, rows[order], queue.arrival_s[order], queue.ttft_slo_s[order],
+                               order >= started if started else None)
+        return self._ranked
 
-    def _last_order(self, state: SystemState, now_s: float) -> NDArray[np.int64]:
-        """The order of the last sort, sorted anew if the queue has changed since."""
-        if self._order_key == state.queue.version:
-            return self._order
+    def _last_sorted(self, state: SystemState, now_s: float) -> _Ranked:
+        """Q as last sorted, sorted anew if it has changed since."""
+        if self._ranked is not None and self._ranked.version == state.queue.version:
+            return self._ranked
         return self._sort(state, now_s, self._present_prefill(state))
 
-    @staticmethod
-    def _started(state: SystemState) -> NDArray[np.bool_]:
-        """Requests that are recomputed after a preemption: their first token is out, only TPOT is at stake."""
-        return np.array([r.first_token_s is not None for r in state.queue.requests])
-
-    def queue_margin(self, state: SystemState, now_s: float, index: int) -> float:
-        """Seconds by which P90(ttft) over Q is inside its SLO under one split, Q served in its last order."""
-        queue = state.queue
-        if len(queue) == 1:  # the common case, spared the arrays
-            only = queue[0]
-            if only.first_token_s is not None:
-                return math.inf
-            own_s = self.estimator.prefill_at((only.known_tokens,), None, index)
-            return only.arrival_s + only.ttft_slo_s - now_s - self._ahead(state, now_s, index) - own_s
-        order = self._last_order(state, now_s)
-        done = np.cumsum(self._own(state, index)[order])
-        slack = (queue.arrival_s + queue.ttft_slo_s)[order] - now_s - self._ahead(state, now_s, index) - done
-        return order_statistic(slack[~self._started(state)[order]])
-
-    def queue_ratios(self, state: SystemState, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
-        """TTFT / SLO of everything in Q under one split, served in its last order after ``ahead_s`` seconds."""
-        queue = state.queue
-        if not len(queue):
-            return np.empty(0)
-        order = self._last_order(state, now_s)
-        done = np.cumsum(self._own(state, index)[order])
-        ratios: NDArray[np.float64] = (now_s - queue.arrival_s[order] + ahead_s + done) / queue.ttft_slo_s[order]
-        return ratios[~self._started(state)[order]]
-
-    def _rank(self, state: SystemState, now_s: float, own: NDArray[np.float64],
-              started: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Positions of Q in the order of service, before repair. The queue itself is in order of arrival."""
-        queue, options = state.queue, self.options
-        n = len(queue)
-        arrival_rank = np.arange(n)
-        waited = now_s - queue.arrival_s
-        if options["order"] == "fcfs":
-            return arrival_rank
-        if options["order"] == "normalised":
-            key = -(waited + own) / queue.ttft_slo_s
-            by_key: NDArray[np.int64] = np.lexsort((arrival_rank, np.where(started, -math.inf, key)))
-            return by_key
-        late = (waited > queue.ttft_slo_s) & ~started
-        if options["late_first"]:
-            group = np.where(late, 1, 2)
-        else:
-            overdue = late & (waited > options["late_patience"] * queue.ttft_slo_s)
-            group = np.where(overdue, 1, np.where(late, 3, 2))
-        group = np.where(started, 0, group)
-        ranked: NDArray[np.int64] = np.lexsort((arrival_rank, np.where(group == 2, own, 0.0), group))
-        return ranked
+    def _rank(self, waited: NDArray[np.float64], own: NDArray[np.float64], slo: NDArray[np.float64],
+              started: int) -> NDArray[np.int64]:
+        """Positions of Q, which is in order of arrival, in order of service before the repair."""
+        places = np.arange(len(own))
+        if self.options["order"] == "fcfs":
+            return places
+        first, rest = places[:started], places[started:]
+        if self.options["order"] == "normalised":
+            urgency = (waited + own) / slo
+            return np.concatenate((first, rest[np.argsort(-urgency[rest], kind="stable")]))
+        late = (waited > slo)[rest]
+        if not late.any():
+            return np.concatenate((first, rest[np.argsort(own[rest], kind="stable")]))
+        timely, late_ones = rest[~late], rest[late]
+        timely = timely[np.argsort(own[timely], kind="stable")]
+        if self.options["late_first"]:
+            return np.concatenate((first, late_ones, timely))
+        overdue = (waited > self.options["late_patience"] * slo)[late_ones]
+        return np.concatenate((first, late_ones[overdue], timely, late_ones[~overdue]))
 
     @staticmethod
-    def _repair(order: NDArray[np.int64], own: NDArray[np.float64],
-                slack: NDArray[np.float64]) -> NDArray[np.int64]:
+    def _repair(order: NDArray[np.int64], own: NDArray[np.float64], slack: NDArray[np.float64]) -> NDArray[np.int64]:
         """Each request in time by arrival order but not after the sort moves to the last place where it is.
 
         ``slack``: seconds that may pass until each one's first token. In order of arrival, each judged in the order
         as the moves before it left it.
         """
-        by_arrival = np.cumsum(own) <= slack
-        after_sort = np.empty(len(own), dtype=bool)
-        after_sort[order] = np.cumsum(own[order]) <= slack[order]
-        broken = np.flatnonzero(by_arrival & ~after_sort)
-        if not len(broken):
-            return order
-        places = order.tolist()
-        for i in broken.tolist():
-            at = places.index(i)
-            starts = np.concatenate(([0.0], np.cumsum(own[places[:at]])))
-            if starts[at] + own[i] <= slack[i]:
-                continue  # an earlier move brought it in time
-            able = np.flatnonzero(starts + own[i] <= slack[i])
+        in_time = np.cumsum(own) <= slack
+        judged = -1
+        while True:
+            ends = np.cumsum(own[order])
+            broken = order[in_time[order] & (ends > slack[order])]
+            broken = broken[broken > judged]
+            if not len(broken):
+                return order
+            judged = int(broken.min())
+            at = int(np.flatnonzero(order == judged)[0])
+            starts = np.concatenate(([0.0], ends[: at - 1]))  # of the places before its own
+            able = np.flatnonzero(starts + own[judged] <= slack[judged])
             if len(able):
-                places.insert(int(able[-1]), places.pop(at))
-        return np.array(places)
+                to = int(able[-1])
+                order = np.concatenate((order[:to], [judged], order[to:at], order[at + 1 :]))
+
+    def _pop(self, state: SystemState, ranked: _Ranked, index: int) -> list[Request]:
+        """The head of Q, and more while a layer's flops per byte stay under the ridge point and whole prompts fit.
+
+        The ridge point is that of ``index``, the present split: which one follows depends on the batch itself.
+        """
+        popped: list[Request] = []
+        lengths: tuple[int, ...] = ()
+        blocks = 0
+        for i in ranked.order:
+            request = state.queue.requests[i]
+            if not fits(state, request, blocks):
+                break
+            if popped and self.estimator.prefill_intensity(lengths) >= self.estimator.ridge(index):
+                break
+            popped.append(request)
+            blocks += state.kv.blocks_for(request.known_tokens)
+            lengths = (*lengths, request.known_tokens)
+        return popped
+
+    def _kv_full(self, state: SystemState, now_s: float, popped: list[Request]) -> bool:
+        """Whether the head of Q does not fit in KV. ``popped``: the first of it, which leave with this step."""
+        queue = state.queue
+        if len(queue.requests) == len(popped):
+            return False
+        if self._largest is None or self._largest[0] != queue.version:
+            self._largest = (queue.version, int(queue.known_tokens.max()))
+        blocks = state.kv.blocks_for(self._largest[1])
+        if state.kv.free_blocks > blocks * (1 + len(popped)) + state.decode_seqs:
+            return False  # whichever is the head, it fits
+        head = queue.requests[self._last_sorted(state, now_s).order[len(popped)]]
+        return not fits(state, head, sum(state.kv.blocks_for(r.known_tokens) for r in popped))
+
+    # ---- TTFT ------------------------------------------------------------------------------------
 
     def _ahead(self, state: SystemState, now_s: float, index: int) -> float:
         """Predicted seconds until the running prefill batch is done, under one split."""
@@ -473,21 +489,40 @@ class Bullet:
         whole_s = self.estimator.prefill_at(batch.tokens, (seqs, state.decode_context_tokens) if seqs else None, index)
         return flying_s + whole_s * (batch.layers_left - flying) / batch.num_layers
 
-    def _pop(self, state: SystemState, order: list[Request], index: int) -> list[Request]:
-        """The head of Q, and more while a layer's flops per byte stay under the ridge point and whole prompts fit."""
-        head = order[0]
-        if not fits(state, head):
-            return []
-        popped, blocks = [head], state.kv.blocks_for(head.known_tokens)
-        ridge = self.estimator.ridge(index)
-        lengths: tuple[int, ...] = (head.known_tokens,)
-        for request in order[1:]:
-            if self.estimator.prefill_intensity(lengths) >= ridge or not fits(state, request, blocks):
-                break
-            popped.append(request)
-            blocks += state.kv.blocks_for(request.known_tokens)
-            lengths = (*lengths, request.known_tokens)
-        return popped
+    def _ends(self, ranked: _Ranked, index: int) -> NDArray[np.float64]:
+        """Seconds from the start of Q until each of it, in its order, has its first token under one split."""
+        ends: NDArray[np.float64] = np.cumsum(self._table[ranked.rows, index])
+        ends *= self.estimator.prefill_correction()[index]
+        return ends
+
+    def _queue_margin(self, ranked: _Ranked, now_s: float, index: int) -> float:
+        """Seconds by which P90(ttft) over Q is inside its SLO under one split, no batch being ahead of it."""
+        slack = ranked.arrival_s + ranked.ttft_slo_s - self._ends(ranked, index)
+        return order_statistic(slack if ranked.counts is None else slack[ranked.counts]) - now_s
+
+    def _queue_ratios(self, ranked: _Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
+        """TTFT / SLO of everything in Q under one split, served after ``ahead_s`` seconds."""
+        ttft_s = now_s + ahead_s + self._ends(ranked, index) - ranked.arrival_s
+        ratios: NDArray[np.float64] = ttft_s / ranked.ttft_slo_s
+        return ratios if ranked.counts is None else ratios[ranked.counts]
+
+    def _rows_for(self, tokens: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Rows of ``_table`` for these prompt lengths; new ones are filled in."""
+        lengths = tokens.astype(np.int64)
+        longest = int(lengths.max())
+        if longest >= len(self._row_of):
+            self._row_of = np.concatenate((self._row_of, np.full(longest + 1, -1, dtype=np.int64)))
+        rows = self._row_of[lengths]
+        if rows.min() < 0:
+            for length in lengths[rows < 0].tolist():
+                if self._row_of[length] < 0:
+                    if self._rows == len(self._table):
+                        self._table = np.concatenate((self._table, np.empty_like(self._table)))
+                    self._table[self._rows] = self.estimator.prefill_base(length)
+                    self._row_of[length] = self._rows
+                    self._rows += 1
+            rows = self._row_of[lengths]
+        return rows
 
     # ---- small questions -------------------------------------------------------------------------
 
@@ -500,20 +535,21 @@ class Bullet:
         p, d = state.target
         return self._index_of.get(d, self.full) if 0 < p < self.num_sms else self.full
 
-    def _kv_full(self, state: SystemState, admit: tuple[int, ...]) -> bool:
-        """Whether a waiting head does not fit in KV. ``admit``: requests that leave the queue with this step."""
-        queue = state.queue
-        if len(queue.requests) == len(admit):
-            return False
-        if queue.version != self._largest_key:
-            self._largest_key = queue.version
-            self._largest_blocks = state.kv.blocks_for(max(r.known_tokens for r in queue.requests))
-        if state.kv.free_blocks > (1 + len(admit)) * self._largest_blocks + state.decode_seqs:
-            return False  # whichever is the head, it fits
-        taken = sum(state.kv.blocks_for(r.known_tokens) for r in queue.requests if r.id in admit)
-        waiting = [r for r in queue.requests if r.id not in admit]
-        head = min(waiting, key=lambda r: (r.first_token_s is None, r.known_tokens, r.id))
-        return not fits(state, head, taken)
+
+def _first_token_s(request: Request) -> float:
+    assert request.first_token_s is not None, request
+    return request.first_token_s
+
+
+class _Ranked(NamedTuple):
+    """Q in order of service: columns in that order. ``counts``: who has a TTFT left to miss (``None``: all)."""
+
+    version: int
+    order: NDArray[np.int64]  # positions in the queue
+    rows: NDArray[np.int64]
+    arrival_s: NDArray[np.float64]
+    ttft_slo_s: NDArray[np.float64]
+    counts: NDArray[np.bool_] | None
 
 
 class _Forecast(Protocol):
@@ -563,58 +599,53 @@ class _DecodeForecast:
 class _RunningBatch:
     """P runs: every request of P must be in time. ``share`` of its layers is to launch after ``flying_s`` in flight."""
 
-    __slots__ = ("beside", "flying_s", "now_s", "policy", "share", "slack_s", "state", "tokens")
+    __slots__ = ("batch", "beside", "flying_s", "now_s", "policy", "share", "state")
 
-    def __init__(self, policy: Bullet, state: SystemState, now_s: float, beside: tuple[int, int] | None, share: float,
-                 flying_s: float) -> None:
-        batch = state.prefill
-        assert batch is not None
-        self.policy, self.state, self.now_s, self.beside = policy, state, now_s, beside
-        self.tokens, self.share, self.flying_s = batch.tokens, share, flying_s
-        self.slack_s = batch.deadline_s - now_s
+    def __init__(self, policy: Bullet, state: SystemState, batch: PrefillBatch, now_s: float,
+                 beside: tuple[int, int] | None, share: float, flying_s: float) -> None:
+        self.policy, self.state, self.batch, self.now_s = policy, state, batch, now_s
+        self.beside, self.share, self.flying_s = beside, share, flying_s
 
     def left(self, index: int) -> float:
         """Seconds until P is done under one split."""
-        return self.flying_s + self.share * self.policy.estimator.prefill_at(self.tokens, self.beside, index)
+        return self.flying_s + self.share * self.policy.estimator.prefill_at(self.batch.tokens, self.beside, index)
 
     def margin(self, index: int) -> float:
-        return self.slack_s - self.left(index)
+        return self.batch.deadline_s - self.now_s - self.left(index)
 
     def met(self, first: int, last: int) -> NDArray[np.bool_]:
-        seconds = self.policy.estimator.prefill_seconds(self.tokens, self.beside)[first:last]
-        met: NDArray[np.bool_] = self.flying_s + self.share * seconds <= self.slack_s
+        seconds = self.policy.estimator.prefill_seconds(self.batch.tokens, self.beside)[first:last]
+        met: NDArray[np.bool_] = self.flying_s + self.share * seconds <= self.batch.deadline_s - self.now_s
         return met
 
     def ratio(self, index: int) -> float:
-        left_s, now_s, batch = self.left(index), self.now_s, self.state.prefill
-        assert batch is not None
-        own = [(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in batch.requests if r.first_token_s is None]
-        behind = self.policy.queue_ratios(self.state, now_s, index, left_s)
-        return p90(np.concatenate((own, behind)))
+        policy, state, now_s, left_s = self.policy, self.state, self.now_s, self.left(index)
+        ratios = np.array([(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in self.batch.requests
+                           if r.first_token_s is None])
+        if state.queue.requests:
+            behind = policy._queue_ratios(policy._last_sorted(state, now_s), now_s, index, left_s)
+            ratios = np.concatenate((ratios, behind))
+        return p90(ratios)
 
 
 class _PoppedBatch:
-    """P was popped just now: P90 over Q as it was before the pop. Slower prefill never helps, so bisect."""
+    """P is popped just now: P90 over Q as it was before the pop. Slower prefill never helps, so bisect."""
 
-    def __init__(self, policy: Bullet, state: SystemState, now_s: float) -> None:
-        self.policy, self.state, self.now_s = policy, state, now_s
+    __slots__ = ("now_s", "policy", "ranked")
+
+    def __init__(self, policy: Bullet, ranked: _Ranked, now_s: float) -> None:
+        self.policy, self.ranked, self.now_s = policy, ranked, now_s
 
     def margin(self, index: int) -> float:
-        return self.policy.queue_margin(self.state, self.now_s, index)
+        return self.policy._queue_margin(self.ranked, self.now_s, index)
 
     def met(self, first: int, last: int) -> NDArray[np.bool_]:
-        low, high = first, last  # the first split that misses lies in low .. high
-        while low < high:
-            middle = (low + high) // 2
-            if self.margin(middle) >= 0:
-                low = middle + 1
-            else:
-                high = middle
-        met: NDArray[np.bool_] = np.arange(first, last) < low
+        splits = range(first, last)
+        met: NDArray[np.bool_] = np.arange(len(splits)) < bisect_left(splits, True, key=lambda i: self.margin(i) < 0)
         return met
 
     def ratio(self, index: int) -> float:
-        return p90(self.policy.queue_ratios(self.state, self.now_s, index, 0.0))
+        return p90(self.policy._queue_ratios(self.ranked, self.now_s, index, 0.0))
 
 
 class BulletLiteral(Bullet):

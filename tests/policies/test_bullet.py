@@ -6,7 +6,9 @@ Prefill of t tokens on p SMs takes t / p seconds (index 5: t / 12); a decode ste
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -16,7 +18,15 @@ from hypothesis import strategies as st
 from bullet.config import GPUS, MODELS
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext
-from bullet.policies.bullet import Bullet, BulletLiteral, order_statistic, p90
+from bullet.policies.bullet import (
+    Bullet,
+    BulletLiteral,
+    _DecodeForecast,
+    _PoppedBatch,
+    _RunningBatch,
+    order_statistic,
+    p90,
+)
 from bullet.state import (
     DECODE,
     PREFILL,
@@ -212,6 +222,23 @@ def test_reduce_prefill_keeps_ttft_if_both_cannot_be_met() -> None:
     assert choose(PREFILL, s, 4.4) == ("reduce-prefill", Partition(8, 4))
 
 
+def test_reduce_prefill_without_ttft_under_any_split_balances() -> None:
+    """TTFT was met on all N only (80 / 12 = 6.7 s, SLO 11.5, now 4.4): the best split takes 8 s."""
+    s = world(running=[(0.0, 5)], batch=80, batch_slo=11.5, target=(12, 0))
+    s.decode_published = Published(tpot_margin_s=-0.1)
+    assert choose(PREFILL, s, 4.4)[0] == "balanced"
+
+
+def test_an_empty_decode_batch_is_satisfied_whatever_it_last_published() -> None:
+    """The batch that lost its TPOT is gone; one request waits to merge: (3 - 2.9 + T) / 1 <= 1: T = 0.8 on d = 6 serves."""
+    s = world(batch=80)
+    s.ready.append(ready := Request(9, 0.0, 16, 1.0))
+    ready.generated, ready.first_token_s = 1, 2.9
+    s.decode_published = Published(tpot_margin_s=-3.0)
+    s.target = Partition(0, 12)
+    assert choose(PREFILL, s, 3.0) == ("reduce-decode", Partition(6, 6))
+
+
 def test_both_lost_balances_the_worse_ratio() -> None:
     """P of 80 tokens, SLO 8, at t = 4: TTFT / SLO = (4 + 80 / p) / 8 = 1.5, 1.75, 2.17, 3, 5.5 for p = 10 .. 2.
     One decode, g = 2, first at 0, so tpot = (4 + T) / 3 = 2.0, 1.67, 1.6, 1.53, 1.5 for d = 2 .. 10.
@@ -223,16 +250,16 @@ def test_both_lost_balances_the_worse_ratio() -> None:
         assert choose(PREFILL, s, 4.0, p) == ("balanced", Partition(8, 4))
 
 
-@given(st.lists(st.floats(0.05, 5), min_size=6, max_size=6), st.integers(20, 400), st.floats(1, 60), st.integers(1, 8),
+@given(st.lists(st.floats(0.05, 5) | st.sampled_from([1.0, 2.0]), min_size=6, max_size=6), st.integers(20, 400),
+       st.floats(1, 60), st.integers(1, 8),
        st.lists(st.tuples(st.floats(0, 3), st.integers(1, 100), st.floats(1, 50)), max_size=6))
 def test_balance_equals_an_exhaustive_search(steps: list[float], tokens: int, slo: float, generated: int,
                                              queue: list[tuple[float, int, float]]) -> None:
+    """Flat stretches (decode that has saturated the memory) included: ties go to the larger p."""
     table = Tabulated(tuple(sorted(steps, reverse=True)))
     s = world(sorted(queue), [(0.0, generated)], batch=tokens, batch_slo=slo)
     p = policy(table, decode_floor=0.0, cap_next_step=False, order="fcfs")
-    from bullet.policies.bullet import _DecodeForecast, _RunningBatch
-
-    ttft = _RunningBatch(p, s, 4.0, None, 1.0, 0.0)
+    ttft = _RunningBatch(p, s, s.prefill, 4.0, None, 1.0, 0.0)
     worst = []
     for i in range(5):
         done = np.cumsum([tokens / P[i], *(t / P[i] for _, t, _ in sorted(queue))])
@@ -240,7 +267,42 @@ def test_balance_equals_an_exhaustive_search(steps: list[float], tokens: int, sl
         worst.append(max(p90(np.array(ratios)), (4.0 + table.step[i]) / generated))
     found = p._set_balanced(s, 4.0, _DecodeForecast(table, 1, 1, tokens), ttft)
     assert worst[found] == pytest.approx(min(worst))
-    assert all(w > worst[found] - 1e-12 for w in worst[:found])  # ties to the larger p
+    assert all(w > worst[found] for w in worst[:found])  # ties to the larger p
+
+
+@given(st.lists(st.floats(0.05, 5) | st.sampled_from([1.0, 2.0]), min_size=6, max_size=6),
+       st.lists(st.tuples(st.floats(0, 3), st.integers(1, 100), st.floats(1, 50)), min_size=1, max_size=12),
+       st.lists(st.tuples(st.floats(0, 3), st.integers(1, 8)), min_size=1, max_size=12))
+def test_balance_of_a_popped_batch(steps: list[float], queue: list[tuple[float, int, float]],
+                                   running: list[tuple[float, int]]) -> None:
+    """P90 over all of Q as it was before the pop, and over all that decode, against every split in turn."""
+    table = Tabulated(tuple(sorted(steps, reverse=True)))
+    s = world(sorted(queue), running)
+    p = policy(table, decode_floor=0.0, cap_next_step=False, order="fcfs")
+    worst = []
+    for i in range(5):
+        done = np.cumsum([t / P[i] for _, t, _ in sorted(queue)])
+        ttft = [(4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done, strict=True)]
+        worst.append(max(p90(np.array(ttft)), p90(np.array([(4.0 - f + table.step[i]) / g for f, g in running]))))
+    found = p._set_balanced(s, 4.0, _DecodeForecast(table, 1, 1, 1), _PoppedBatch(p, p._sort(s, 4.0, 0), 4.0))
+    assert worst[found] == pytest.approx(min(worst))
+    assert all(w > worst[found] - 1e-9 for w in worst[:found])
+
+
+def test_balance_takes_the_larger_p_where_more_decode_sms_help_nothing() -> None:
+    """tpot = (4 + T) / 3 is 5/3 for every d, TTFT is in time on all: nothing to gain from a smaller p."""
+    flat = Tabulated((1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    s = world(running=[(0.0, 3)], batch=20, batch_slo=1000.0)
+    ttft = _RunningBatch(policy(flat), s, s.prefill, 4.0, None, 1.0, 0.0)  # type: ignore[arg-type]
+    assert policy(flat, decode_floor=0.0)._set_balanced(s, 4.0, _DecodeForecast(flat, 1, 1, 20), ttft) == 0
+
+
+def test_balance_keeps_the_cap_on_one_step() -> None:
+    """Deep in TTFT trouble p = 10 is the best ratio, but a step on d = 2 takes 2 s: d = 4 is the least within 1 s."""
+    s = world(running=[(0.0, 3)], batch=800, batch_slo=1.0)
+    s.decode_published = Published(tpot_margin_s=-1.0)
+    assert choose(PREFILL, s, 4.0) == ("balanced", Partition(8, 4))
+    assert choose(PREFILL, s, 4.0, policy(cap_next_step=False)) == ("balanced", Partition(10, 2))
 
 
 # ------------------------------------------------------------------------- KV, delay, hand-over
@@ -259,6 +321,40 @@ def test_kv_full_leaves_decode_its_share() -> None:
     assert choose(PREFILL, s, 4.0) == ("kv-full", Partition(8, 4))
 
 
+def test_kv_full_asks_for_the_head_in_policy_order() -> None:
+    """Free are 40 - 4 - 5 = 31 blocks, less 2 of headroom. The long prompt (50 blocks) is the head only if first come."""
+    s = world([(0.0, 800, 99.0), (0.0, 160, 99.0)], [(0.0, 50)], batch=80, blocks=40)
+    assert choose(PREFILL, s, 40.0)[0] != "kv-full"
+    assert choose(DECODE, s, 40.0)[0] != "kv-full"
+    for lane in (PREFILL, DECODE):
+        assert choose(lane, s, 40.0, policy(order="fcfs"))[0] == "kv-full"
+
+
+def test_kv_full_counts_what_the_new_batch_takes() -> None:
+    """Two prompts of 10 blocks, 20 free (of 24: one decode holds 4): the second no longer fits when the first has its own."""
+    s = world([(0.0, 160, 99.0), (0.0, 160, 99.0)], [(0.0, 50)], blocks=24)
+    step = policy().next_step(PREFILL, s, 40.0)
+    assert (step.admit, step.reason) == ((0,), "kv-full")  # type: ignore[union-attr]
+
+
+def test_decode_waits_if_the_prefill_batch_holds_all_blocks() -> None:
+    """One decode of exactly four blocks needs a fifth, and P holds the rest: preempting itself would gain nothing."""
+    s = world(running=[(0.0, 57)], batch=80, blocks=9)
+    assert s.decode.growth_blocks == 1
+    step = policy().next_step(DECODE, s, 4.0)
+    assert (type(step), step.reason) == (Wait, "kv-full")
+
+
+def test_the_prediction_leaves_victims_out() -> None:
+    """Two decodes of 64 tokens each need a block, one is free: the later one goes, one sequence of 65 is predicted."""
+    s = world(running=[(0.0, 57), (0.0, 57)], blocks=9)
+    asked = []
+    table = Tabulated()
+    table.decode_at = lambda *key: asked.append(key) or 0.4  # type: ignore[func-returns-value, method-assign]
+    assert policy(table).next_step(DECODE, s, 4.0).preempt == (101,)  # type: ignore[union-attr]
+    assert asked[-1] == (1, 65, 0, 5)
+
+
 def test_nothing_fits_and_nothing_runs_waits_for_decode_on_all_sms() -> None:
     s = world([(0.0, 800, 10.0)], [(0.0, 10)], blocks=40)
     step = policy().next_step(PREFILL, s, 4.0)
@@ -267,10 +363,11 @@ def test_nothing_fits_and_nothing_runs_waits_for_decode_on_all_sms() -> None:
 
 
 def test_delayed_decode_waits_as_long_as_its_objective_allows() -> None:
-    """TTFT lost under the chosen split (80 / 8 = 10 s, SLO 5), TPOT met: g = 9, first at 0, now 4.5: T may be 5.5 s, the
-    step on d = 4 takes 1: decode could start at 9 and still keep its P90, but waits at most one SLO: until 5.5."""
+    """TTFT lost under the chosen split (40 / 8 = 5 s, SLO 5), TPOT met: g = 9, first at 0, now 4.5: T may be 5.5 s, the
+    step on d = 4 takes 1: decode could start at 9 and still keep its P90, but waits at most one SLO: until 5.5. A layer
+    on all 12 takes 40 / 12 / 4 = 0.83 s: it ends by then."""
     p = policy()
-    s = world(running=[(0.0, 10)], batch=80, batch_slo=5.0)
+    s = world(running=[(0.0, 10)], batch=40, batch_slo=5.0)
     prefill = p.next_step(PREFILL, s, 4.5)
     assert (prefill.reason, prefill.sms, prefill.target) == ("delayed-decode", 12, Partition(8, 4))  # type: ignore[union-attr]
     wait = p.next_step(DECODE, s, 4.5)
@@ -285,12 +382,42 @@ def test_delayed_decode_waits_as_long_as_its_objective_allows() -> None:
 
 def test_delayed_decode_starts_early_when_slack_is_short() -> None:
     """g = 5, now 4.5: T may be 1.5, the step takes 1: it starts at 5.0 at the latest."""
-    s = world(running=[(0.0, 6)], batch=80, batch_slo=5.0)
+    s = world(running=[(0.0, 6)], batch=20, batch_slo=5.0)
     assert policy().next_step(DECODE, s, 4.5).until_s == pytest.approx(5.0)  # type: ignore[union-attr]
 
 
-def test_no_delay_while_a_step_is_in_flight() -> None:
+def test_no_delay_that_prefill_could_not_use() -> None:
+    """A layer of 80 tokens takes 1.67 s on all SMs: it would outlast the delay of 1 s and share decode's SMs."""
     s = world(running=[(0.0, 10)], batch=80, batch_slo=5.0)
+    assert choose(PREFILL, s, 4.5) == ("reduce-decode", Partition(8, 4))
+    # In flight on 8 it has 2.5 s to go: prefill's next launch comes after decode's latest start.
+    s.begin_prefill(PrefillStep(8, 1, predicted_s=2.5), 4.5)
+    assert choose(DECODE, s, 4.5) == ("reduce-decode", Partition(8, 4))
+    assert choose(DECODE, s, 6.2)[0] == "delayed-decode"  # 0.8 s to go: the next one is in time
+
+
+def test_decode_waits_as_the_prefill_launch_decided() -> None:
+    """P90 over Q is lost (the long one ends at 4.5 + (4 + 80) / 8 = 15), so the popped batch has the device; that the
+    popped request itself is in time is no reason for decode to start beside it on shared SMs."""
+    s = world([(0.0, 4, 99.0), (0.0, 80, 5.0)], [(0.0, 10)])
+    p = policy(repair=False)
+    step = p.next_step(PREFILL, s, 4.5)
+    assert (step.reason, step.admit) == ("delayed-decode", (0,))  # type: ignore[union-attr]
+    s.begin_prefill(step, 4.5)  # type: ignore[arg-type]
+    assert p.next_step(DECODE, s, 4.5).until_s == pytest.approx(5.5)  # type: ignore[union-attr]
+
+
+def test_no_delay_when_prefill_has_nothing_to_launch() -> None:
+    """P is late and its last layer in flight: waiting would help nobody, unless more waits behind it."""
+    s = world(running=[(0.0, 10)], batch=40, batch_slo=1.0, layers_done=3)
+    s.begin_prefill(PrefillStep(8, 1, predicted_s=0.9), 4.4)
+    assert choose(DECODE, s, 4.5, policy(hand_over="off"))[0] == "reduce-decode"
+    s.arrive(Request(1, 4.0, 16, 10.0))
+    assert choose(DECODE, s, 4.5)[0] == "delayed-decode"
+
+
+def test_no_delay_while_a_step_is_in_flight() -> None:
+    s = world(running=[(0.0, 10)], batch=40, batch_slo=5.0)
     s.begin_decode(DecodeStep(4, predicted_s=1.0), 4.4)
     assert choose(PREFILL, s, 4.5)[0] == "reduce-decode"
 
@@ -305,6 +432,9 @@ def test_hand_over_shares_the_tail() -> None:
     s.arrive(Request(1, 0.0, 8, 10.0))
     assert choose(DECODE, s, 4.0)[0] == "reduce-decode"
     assert choose(DECODE, s, 4.0, policy(hand_over="queue"))[0] == "reduce-decode"
+    # The head of Q does not fit: nothing can follow either.
+    full = world([(0.0, 800, 10.0)], [(0.0, 10)], batch=8, layers_done=3, blocks=40)
+    assert choose(DECODE, full, 4.0)[0] == "hand-over"
     short = world([(0.0, 4, 10.0)], [(0.0, 10)], batch=8, layers_done=3)
     assert choose(DECODE, short, 4.0, policy(hand_over="queue"))[0] == "hand-over"
 
@@ -313,7 +443,7 @@ def test_hand_over_shares_the_tail() -> None:
 
 
 def ranks(p: Bullet, s: SystemState, now: float) -> list[int]:
-    return [s.queue[int(i)].id for i in p._sort(s, now, 5)]
+    return [s.queue[int(i)].id for i in p._sort(s, now, 5).order]
 
 
 def test_least_latency_first_ties_by_arrival() -> None:
@@ -336,6 +466,35 @@ def test_a_request_that_the_sort_made_late_moves_back_in_time() -> None:
     s = world([(0.0, 24, 3.0), (0.0, 12, 99.0), (0.0, 12, 99.0)])
     assert ranks(policy(), s, 0.0) == [1, 0, 2]
     assert ranks(policy(repair=False), s, 0.0) == [1, 2, 0]
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 60), st.sampled_from([0.2, 1.0, 5.0, 20.0, 60.0])), min_size=2,
+                max_size=9), st.booleans(), st.sampled_from([1.5, 20.0]))
+def test_order_and_repair_word_by_word(queue: list[tuple[float, int, float]], late_first: bool, patience: float) -> None:
+    """The sort and the repair, spelled out with lists."""
+    now = 10.0
+    queue = sorted(queue, key=lambda row: row[0])
+    own = [t / 12 for _, t, _ in queue]
+
+    def ends(order: list[int]) -> dict[int, float]:
+        done = np.cumsum([own[i] for i in order])
+        return dict(zip(order, done.tolist(), strict=True))
+
+    def in_time(i: int, end_s: float) -> bool:
+        return end_s <= queue[i][2] - (now - queue[i][0])
+
+    late = [i for i, (a, _, o) in enumerate(queue) if now - a > o]
+    first = [i for i in late if late_first or now - queue[i][0] > patience * queue[i][2]]
+    timely = sorted((i for i in range(len(queue)) if i not in late), key=lambda i: (own[i], i))
+    order = [*first, *timely, *(i for i in late if i not in first)]
+    by_arrival = ends(list(range(len(queue))))
+    for i in range(len(queue)):
+        if in_time(i, by_arrival[i]) and not in_time(i, ends(order)[i]):
+            at = order.index(i)
+            places = [to for to in range(at) if in_time(i, sum(own[j] for j in order[:to]) + own[i])]
+            if places:
+                order.insert(places[-1], order.pop(at))
+    assert ranks(policy(late_first=late_first, late_patience=patience), world(queue), now) == order
 
 
 def test_the_released_codes_order() -> None:
@@ -375,6 +534,42 @@ def test_without_partitions_both_lanes_hold_everything() -> None:
         assert (step.sms, step.target) == (12, Partition(12, 12))  # type: ignore[union-attr]
 
 
+def test_without_partitions_decode_is_still_delayed() -> None:
+    """P (SLO 5, now 4.5) is late on all SMs too: decode waits one SLO; in time (SLO 100) it does not."""
+    late = world(running=[(0.0, 10)], batch=80, batch_slo=5.0)
+    p = policy(partition=False)
+    assert p.next_step(DECODE, late, 4.5).until_s == pytest.approx(5.5)  # type: ignore[union-attr]
+    assert p.next_step(DECODE, late, 5.5).reason == "shared"
+    assert choose(DECODE, late, 4.5, policy(partition=False, delayed_decode=False))[0] == "shared"
+
+
+@given(st.lists(st.tuples(st.floats(0, 4), st.integers(1, 200), st.sampled_from([0.1, 2.0, 30.0])), max_size=6),
+       st.lists(st.tuples(st.floats(0, 4), st.integers(1, 12)), max_size=6), st.none() | st.integers(1, 100),
+       st.sampled_from([1.0, 100.0]), st.sampled_from([(8, 4), (0, 12), (12, 0), (12, 12), (2, 10)]),
+       st.sampled_from([60, 1000]), st.sampled_from([-1.0, 1.0]), st.sampled_from([Bullet, BulletLiteral]))
+def test_deciding_changes_nothing_and_does_not_depend_on_what_was_asked_before(
+        queue: list[tuple[float, int, float]], running: list[tuple[float, int]], batch: int | None, batch_slo: float,
+        target: tuple[int, int], blocks: int, margin: float, cls: type[Bullet]) -> None:
+    s = world(sorted(queue), running, target=target, batch=batch, batch_slo=batch_slo, blocks=blocks)
+    s.decode_published, s.prefill_published = Published(tpot_margin_s=margin), Published(ttft_margin_s=margin)
+    used = policy(cls=cls)
+    lanes = [PREFILL] * bool(queue or batch) + [DECODE] * bool(running)
+    for lane in lanes:
+        before = pickle.dumps(s)
+        step = used.next_step(lane, s, 4.0)
+        assert pickle.dumps(s) == before
+        if DECODE not in lanes or PREFILL not in lanes:
+            assert used.next_step(lane, s, 4.0) == policy(cls=cls).next_step(lane, copy.deepcopy(s), 4.0) == step
+        if step.target is not None:
+            assert min(step.target) >= 0
+            assert max(step.target) <= 12
+        if isinstance(step, DecodeStep | PrefillStep):
+            assert 0 < step.sms <= 12
+            if step.reason in ("reduce-decode", "reduce-prefill", "balanced", "keep", "kv-full"):
+                assert sum(step.target) == 12  # type: ignore[arg-type]
+                assert step.target.decode_sms >= SPLITS.decode_sms[used.floor]  # type: ignore[union-attr]
+
+
 def test_observations_reach_the_estimator_but_for_shared_steps() -> None:
     table = Tabulated()
     p = policy(table)
@@ -386,8 +581,9 @@ def test_observations_reach_the_estimator_but_for_shared_steps() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"knob": 1}, "no such option"), ({"order": "random"}, "least, fcfs or normalised"), ({"hand_over": "x"}, "off, batch or queue"),
-    ({"layers_per_step": 0}, "1 or more"), ({"decode_floor": 1.5}, "under 1"), ({"late_first": "yes"}, "takes a bool")])
+    ({"knob": 1}, "no such option"), ({"late_first": "yes"}, "takes a bool"), ({"order": "random"}, "least, fcfs or normalised"),
+    ({"hand_over": "x"}, "off, batch or queue"), ({"layers_per_step": 0}, "1 or more"), ({"decode_floor": 1.5}, "under 1"),
+    ({"delay_limit": -1.0}, "0 or more"), ({"late_patience": float("nan")}, "0 or more")])
 def test_options_are_checked(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy(**options)
