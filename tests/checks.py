@@ -28,6 +28,12 @@ class Recorder:
             self.decisions.append((lane, now_s, decision))
 
 
+def step_rows(outcome: RunOutcome) -> list[tuple[Any, ...]]:
+    """Steps as rows in which the last bit counts (and NaN equals NaN)."""
+    steps = outcome.steps
+    return list(zip(*(map(repr, steps[name].tolist()) for name in steps.columns), strict=True))
+
+
 def check_conservation(outcome: RunOutcome, rows: Rows) -> None:
     """I1, I2: each request closed once, refused only for what can never be served, with its tokens else."""
     r = outcome.requests
