@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bullet.errors import BulletError
+
+if TYPE_CHECKING:
+    from bullet.config import RunConfig
+    from bullet.device import DeviceModel
+    from bullet.results import RunOutcome, RunWriter
+    from bullet.workload import Workload
 
 EXAMPLES = """examples:
   bullet-sim list
       traces, policies, models and GPUs that are built in
-  bullet-sim run --trace sharegpt --rate 15 --policy bullet --out runs/mine
-      1,000 ShareGPT requests at 15 req/s under Bullet; tables, plots and a Perfetto trace in runs/mine
   bullet-sim compare --trace azure-code --rate 5 --policies bullet,sglang-1024,vllm-1024
-      the same requests under three schedulers, one table
-  bullet-sim run --trace my.csv.gz --arrivals recorded --policy static-96
-      a trace of your own (columns prompt_tokens, output_tokens, arrival_s) as recorded
+      1,000 requests with Azure-Code lengths at 5 req/s under three schedulers: one table, plots, a report
+  bullet-sim run --trace sharegpt --rate 15 --policy bullet --out runs/mine
+      one scheduler; tables, plots, report.html and a trace for ui.perfetto.dev in runs/mine
+  bullet-sim run --trace my.csv.gz --arrivals recorded --time-scale 2 --policy static-96
+      a trace of your own (columns arrival_s, prompt_tokens, output_tokens), twice as fast as recorded
   bullet-sim run --policy mine.py:Mine --set policy.options.knob=3 --set device.kv_tokens=200000
       a scheduler of your own; any key of the configuration by --set
+  bullet-sim run --config runs/mine/config.toml --seed 1
+      a stored run again, with other requests
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors as one line."""
+    """Errors as one line; flags in full, or --policy would pass for --policies."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def _number(text: str) -> float:
@@ -48,35 +64,38 @@ def _whole(text: str) -> int:
 
 
 def _sim_parser() -> argparse.ArgumentParser:
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
     parser = _Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
-                     "Everything it prints is simulated.", epilog=EXAMPLES,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", metavar="run | compare | list", required=True, parser_class=_Parser)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--trace", help="azure-code, azure-conv, sharegpt, arxiv, or a .csv / .jsonl file, plain or .gz")
+                     "Everything it prints is simulated.", **style)
+    commands = parser.add_subparsers(dest="command", metavar="run | compare | list", required=True)
+    common = _Parser(add_help=False)
+    common.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
     common.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
-    common.add_argument("--rate", type=_number, metavar="REQ/S", help="arrival rate (default 5)")
-    common.add_argument("--time-scale", type=_number, help="recorded arrivals this many times as fast")
-    common.add_argument("--cv", type=_number, help="coefficient of variation of gamma arrivals")
-    common.add_argument("--num-requests", type=_whole, metavar="N", help="default 1000")
-    common.add_argument("--model", help="llama-3.1-8b, llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
-    common.add_argument("--gpu", help="a100-80gb, h100, h200, h20, rtx4090")
+    common.add_argument("--rate", type=_number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
+    common.add_argument("--time-scale", type=_number, metavar="X", help="recorded arrivals X times as fast")
+    common.add_argument("--cv", type=_number, metavar="CV", help="coefficient of variation of gamma arrivals")
+    common.add_argument("--num-requests", type=_whole, metavar="N", help="default 1000; with recorded arrivals, all")
+    common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
+    common.add_argument("--gpu", help="a100-80gb (default), h100, h200, h20, rtx4090")
     common.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
-    common.add_argument("--seed", type=_whole)
+    common.add_argument("--seed", type=_whole, metavar="N", help="default 0; same seed, same bytes")
     common.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
-    common.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets", help="any key, repeatable")
+    common.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets",
+                        help="any key of the configuration, repeatable; overrides flags")
     common.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
     common.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
     common.add_argument("--quiet", action="store_true", help="no progress bar")
-    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
-    run = commands.add_parser("run", parents=[common], help="one policy", **style)
-    run.add_argument("--policy", help="bullet, bullet-literal, static-P, naive, sglang-N, sglang-N-mixed, vllm-N, file.py:Class")
-    compare = commands.add_parser("compare", parents=[common], help="several policies on the same requests", **style)
-    compare.add_argument("--policies", metavar="A,B,..", default="bullet,sglang-1024,sglang-2048,vllm-1024")
-    listing = commands.add_parser("list", help="what is built in")
-    listing.set_defaults(handler=_list)
+    run = commands.add_parser("run", parents=[common], help="one policy", description="Replay a trace under one policy.", **style)
+    run.add_argument("--policy", metavar="NAME",
+                     help="bullet (default), bullet-literal, static-P, naive, sglang-N, sglang-N-mixed, vllm-N, file.py:Class")
     run.set_defaults(handler=_run)
+    compare = commands.add_parser("compare", parents=[common], help="several policies on the same requests",
+                                  description="Replay the same requests under several policies; one folder each.", **style)
+    compare.add_argument("--policies", metavar="A,B,..", default="bullet,sglang-1024,sglang-2048,vllm-1024",
+                         help="default %(default)s")
     compare.set_defaults(handler=_compare)
+    listing = commands.add_parser("list", help="what is built in", description="Show what is built in.")
+    listing.set_defaults(handler=_list)
     return parser
 
 
@@ -85,12 +104,11 @@ FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "wo
          "model": "device.model", "gpu": "device.gpu", "estimator": "policy.estimator", "seed": "seed", "policy": "policy.name"}
 
 
-def _config(args: argparse.Namespace, policy: str | None = None) -> Any:
+def _config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
+    """Defaults, file, flags, --set, in that order; a flag that the rest makes meaningless is refused, not ignored."""
     from bullet.config import load_run_config, parse_set
     from bullet.errors import ConfigError
 
-    if args.arrivals == "recorded" and args.rate is not None:
-        raise ConfigError("--rate goes with drawn arrivals: with --arrivals recorded use --time-scale")
     overrides: dict[str, Any] = {}
     for flag, key in FLAGS.items():
         value = getattr(args, flag, None)
@@ -102,24 +120,38 @@ def _config(args: argparse.Namespace, policy: str | None = None) -> Any:
         key, value = parse_set(text)
         overrides[key] = value
     if policy is not None:
+        if "policy.name" in overrides:
+            raise ConfigError("--set policy.name: compare takes its policies from --policies A,B,..")
         overrides["policy.name"] = policy
-    return load_run_config(args.config, overrides)
+    config = load_run_config(args.config, overrides)
+    arrivals = config.workload.arrivals
+    for value, name, needed, hint in (
+            (args.rate, "--rate", arrivals != "recorded", "use --time-scale, or --arrivals poisson, constant or gamma"),
+            (args.time_scale, "--time-scale", arrivals == "recorded", "use --rate, or --arrivals recorded"),
+            (args.cv, "--cv", arrivals == "gamma", "use --arrivals gamma")):
+        if value is not None and not needed:
+            raise ConfigError(f"{name} {value:g} has no effect on {arrivals} arrivals: {hint}")
+    return config
 
 
 def _progress(total: int, label: str, quiet: bool) -> tuple[Callable[[int], None] | None, Callable[[], None]]:
     if quiet or not sys.stderr.isatty():
         return None, lambda: None
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
     bar = tqdm(total=total, desc=label, unit="req", leave=False)
     return bar.update, bar.close
 
 
+def _safe(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".") or "run"
+
+
 def _fresh(out: Path | None, name: str) -> Path:
+    """The folder that was asked for, or a new one under runs/."""
     if out is not None:
         return out
-    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
-    base = Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = Path("runs") / f"{_safe(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, number = base, 1
     while folder.exists():
         number += 1
@@ -127,82 +159,125 @@ def _fresh(out: Path | None, name: str) -> Path:
     return folder
 
 
-def _simulate(config: Any, workload: Any, folder: Path, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+@contextlib.contextmanager
+def _stops_between_steps(writer: RunWriter) -> Iterator[None]:
+    """The first Ctrl-C ends the run at its next step, every request accounted for; a second one at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        writer.request_stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _simulate(config: RunConfig, workload: Workload, device: DeviceModel, folder: Path,
+              args: argparse.Namespace) -> tuple[RunOutcome, dict[str, Any]]:
     """One run into one folder; whatever stops it, its rows are kept."""
     from bullet import metrics, report
     from bullet.config import to_toml
     from bullet.results import RunWriter
     from bullet.sim.driver import simulate
 
-    writer = RunWriter(folder)
-    update, close = _progress(len(workload), config.policy.name, args.quiet)
-    started = time.perf_counter()
-    try:
-        outcome = simulate(config, workload=workload, writer=writer, progress=update)
-    except BaseException as exc:
-        why = "interrupted" if isinstance(exc, KeyboardInterrupt) else f"{type(exc).__name__}: {exc}"
-        writer.abort(why)
-        raise
-    finally:
-        close()
-    summary = metrics.summarise(outcome)
-    writer.close(outcome, summary, metrics.timing(outcome, time.perf_counter() - started))
+    with RunWriter(folder) as writer:
+        args.kept = folder
+        update, close = _progress(len(workload), config.policy.name, args.quiet)
+        started = time.perf_counter()
+        try:
+            with _stops_between_steps(writer):
+                outcome = simulate(config, workload=workload, device=device, writer=writer, progress=update)
+                wall_s = time.perf_counter() - started
+        finally:
+            close()
+        summary = metrics.summarise(outcome)
+        writer.close(outcome, summary, metrics.timing(outcome, wall_s))
+    if writer.stopping:
+        raise KeyboardInterrupt  # too late for this run, which is whole; not for what would follow
     if not args.no_report:
         report.write_run_report(folder, outcome, summary, to_toml(outcome.config))
     return outcome, summary
 
 
-def _run(args: argparse.Namespace) -> int:
-    from bullet import policies, report
+def _prepare(args: argparse.Namespace, names: Sequence[str | None]) -> tuple[list[RunConfig], Workload, DeviceModel]:
+    """Everything that can be wrong, found before anything is written."""
+    from bullet import policies
+    from bullet.device import load_device
+    from bullet.errors import ConfigError
+    from bullet.sim.driver import simulate
     from bullet.workload import load_workload
 
-    config = _config(args)
-    policies.check_name(config.policy.name)
-    workload = load_workload(config.workload, config.seed)
+    configs = [_config(args, name) for name in names]
+    chosen = [config.policy.name for config in configs]
+    for name in chosen:
+        policies.check_name(name)
+    if args.estimator is not None and not any(policies.needs_estimator(name) for name in chosen):
+        raise ConfigError(f"--estimator {args.estimator} has no effect: {', '.join(chosen)} predicts nothing")
+    workload = load_workload(configs[0].workload, configs[0].seed)
+    # The count that None stands for, so that the stored configuration is whole.
+    configs = [dataclasses.replace(c, workload=dataclasses.replace(c.workload, num_requests=len(workload))) for c in configs]
+    device = load_device(configs[0].device)
+    # A wrong option shows when the policy is built: try all of them on no request before the first of several long runs.
+    nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
+                                  output_tokens=workload.output_tokens[:0])
+    if len(configs) > 1:
+        for config in configs:
+            simulate(config, workload=nothing, device=device)
+    return configs, workload, device
+
+
+def _run(args: argparse.Namespace) -> int:
+    from bullet import report
+
+    (config,), workload, device = _prepare(args, [None])
     folder = _fresh(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
-    args.kept = folder
-    _, summary = _simulate(config, workload, folder, args)
+    _, summary = _simulate(config, workload, device, folder, args)
     print(report.comparison_table([summary]))
-    _print_paths(folder, args)
+    _print_paths(folder, args, ["requests.parquet, steps.parquet, summary.json, timing.json, config.toml"])
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from bullet import policies, report
+    from bullet import report
     from bullet.config import to_toml
     from bullet.errors import ConfigError
-    from bullet.results import create_folder, write_text
-    from bullet.workload import load_workload
+    from bullet.results import StepTable, create_folder, write_text
 
     names = [name.strip() for name in args.policies.split(",") if name.strip()]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if not names or doubled:
+    folders = [_safe(name) for name in names]
+    if not names or len(set(folders)) < len(names):
         raise ConfigError(f"--policies {args.policies!r}: must name each policy once, separated by commas")
-    for name in names:
-        policies.check_name(name)
-    configs = [_config(args, name) for name in names]
-    workload = load_workload(configs[0].workload, configs[0].seed)
+    configs, workload, device = _prepare(args, names)
     folder = _fresh(args.out, f"compare-{Path(configs[0].workload.trace).name}")
     create_folder(folder)
-    args.kept = folder
     outcomes, summaries = [], []
-    for name, config in zip(names, configs, strict=True):
-        safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
-        outcome, summary = _simulate(config, workload, folder / safe, args)
-        outcomes.append(outcome)
+    for config, name in zip(configs, folders, strict=True):
+        outcome, summary = _simulate(config, workload, device, folder / name, args)
+        # The comparison draws requests only: the steps, ten times as many, need not wait in memory.
+        outcomes.append(dataclasses.replace(outcome, steps=StepTable.from_rows([])))
         summaries.append(summary)
         report.write_comparison(folder, summaries)
     table = report.comparison_table(summaries)
     write_text(folder / "comparison.txt", table + "\n")
     if not args.no_report:
-        report.write_comparison_report(folder, outcomes, summaries, to_toml(configs[0]))
+        report.write_comparison_report(folder, outcomes, summaries, [folder / name for name in folders],
+                                       to_toml(outcomes[0].config))
     print(table)
-    _print_paths(folder, args)
+    _print_paths(folder, args, ["comparison.txt, comparison.csv, comparison.json", *(f"{name}/" for name in folders)])
     return 0
 
 
-def _print_paths(folder: Path, args: argparse.Namespace) -> None:
-    print(f"\nwritten: {folder}/" + ("" if args.no_report else f" (open {folder / 'report.html'})"))
+def _print_paths(folder: Path, args: argparse.Namespace, files: Sequence[str]) -> None:
+    if not args.no_report:
+        files = ["report.html, plots/" + (", trace.json (for ui.perfetto.dev)" if args.command == "run" else ""), *files]
+    print(f"\nwritten to {folder}/:")
+    for line in files:
+        print(f"  {line}")
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -210,22 +285,40 @@ def _list(args: argparse.Namespace) -> int:
     from bullet.config import GPUS, MODELS
     from bullet.workload import BUILTIN, describe
 
-    print("traces                rows   prompt mean/p50/p90/max         output mean/p50/p90/max      req/s    CV")
+    four = "mean/p50/p90/max"
+    print(f"{'traces':<18} {'rows':>6}   {'prompt ' + four:<24} {'output ' + four:<24} {'req/s':>6} {'CV':>6}   source")
     for name in BUILTIN:
         d = describe(name)
-        lengths = ["/".join(f"{v:.0f}" for v in four) for four in (d.prompt, d.output)]
-        tail = f"{d.rate_req_per_s:8.2f} {d.cv:5.2f}" if d.rate_req_per_s is not None and d.cv is not None else "       -     -"
-        print(f"  {name:<16} {d.rows:>8}   {lengths[0]:<28}  {lengths[1]:<25} {tail}   {BUILTIN[name].source}")
-    print("\npolicies")
+        prompt, output = ("/".join(f"{v:.0f}" for v in numbers) for numbers in (d.prompt, d.output))
+        rate, cv = ("-" if v is None else f"{v:.2f}" for v in (d.rate_req_per_s, d.cv))
+        print(f"  {name:<16} {d.rows:>6}   {prompt:<24} {output:<24} {rate:>6} {cv:>6}   {BUILTIN[name].source}")
+    print("  req/s and CV (of the gaps) as recorded; -: lengths only\n\npolicies")
     for name, description in policies.describe():
         print(f"  {name:<16} {description}")
-    print(f"  {'file.py:Class':<16} your own\n\nestimators (for bullet)\n  srm, srm-blind (no contention), oracle (asks the device)")
-    print("\nmodels\n  " + ", ".join(MODELS) + ", or a Hugging Face config.json")
-    print("\nGPUs")
+    print(f"  {'file.py:Class':<16} your own")
+    print("\nestimators (what bullet asks)\n  srm (eq. 1-2, recalibrated online), srm-blind (no contention), "
+          "oracle (the device itself)")
+    print("\nmodels")
+    for model in MODELS.values():
+        print(f"  {model.name:<16} {model.num_layers} layers, {model.weight_bytes / 1e9:.1f} GB of weights, "
+              f"{model.kv_bytes_per_token / 1024:.0f} KiB of KV a token, context {model.context_tokens}")
+    print("  or a Hugging Face config.json\n\nGPUs (data sheet)")
     for gpu in GPUS.values():
         print(f"  {gpu.name:<16} {gpu.num_sms} SMs, {gpu.peak_flops / 1e12:.0f} TFLOPS bf16, "
               f"{gpu.mem_bytes_per_s / 1e9:.0f} GB/s, {gpu.mem_bytes / 1e9:.0f} GB")
     return 0
+
+
+def _kept(folder: Path | None) -> str:
+    """What a stopped run left behind, for the one line that says so."""
+    if folder is None or not (folder / "summary.json").exists():
+        return "nothing was written"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if summary["complete"]:
+        return f"finished runs are kept in {folder.parent}/"
+    if "finished" not in summary:
+        return f"what was written is in {folder}/"
+    return f"rows so far are kept in {folder}/ ({summary['finished']} of {summary['offered']} requests finished)"
 
 
 def _guarded(program: str, args: argparse.Namespace) -> int:
@@ -235,11 +328,11 @@ def _guarded(program: str, args: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except BulletError as exc:
-        print(f"{program}: error: {' '.join(str(exc).split())}", file=sys.stderr)
+        kept = f"; {_kept(args.kept)}" if args.kept is not None and (args.kept / "summary.json").exists() else ""
+        print(f"{program}: error: {' '.join(str(exc).split())}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = f"; rows so far are kept in {args.kept}/" if args.kept is not None and args.kept.exists() else ""
-        print(f"\n{program}: interrupted{kept}", file=sys.stderr)
+        print(f"{program}: interrupted; {_kept(args.kept)}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output (head, less) has gone: nobody is left to tell.
@@ -253,14 +346,23 @@ def sim(argv: Sequence[str] | None = None) -> int:
 
 
 def profile(argv: Sequence[str] | None = None) -> int:
-    """``bullet-profile``."""
-    parser = _Parser(prog="bullet-profile", description="Measure kernels against SMs and fit the performance model.")
-    commands = parser.add_subparsers(dest="command", metavar="show", required=True, parser_class=_Parser)
+    """``bullet-profile``: ``show`` here; measuring has a module of its own, which runs without the simulator."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in ("check", "sweep", "gpu", "compare"):
+        from bullet import profile_cli
+
+        return profile_cli.main(arguments)
+    parser = _Parser(prog="bullet-profile", description="Measure kernels against SMs and show fitted profiles. Each command "
+                     "has its own --help.")
+    commands = parser.add_subparsers(dest="command", metavar="check | sweep | gpu | compare | show", required=True)
+    for name, text in (("check", "prove each pair of SM partitions"), ("sweep", "measure alone and side by side"),
+                       ("gpu", "check, then sweep"), ("compare", "do two sweeps agree?")):
+        commands.add_parser(name, help=text, add_help=False)
     show = commands.add_parser("show", help="coefficients, sources and errors of a shipped profile")
     show.add_argument("--gpu", default="a100-80gb")
     show.add_argument("--model", default="llama-3.1-8b")
     show.set_defaults(handler=_show)
-    return _guarded("bullet-profile", parser.parse_args(argv))
+    return _guarded("bullet-profile", parser.parse_args(arguments))
 
 
 def _show(args: argparse.Namespace) -> int:

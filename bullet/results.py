@@ -8,6 +8,7 @@ does, from the first moment, that of a run that is killed outright. docs/results
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -176,10 +177,11 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def create_folder(folder: Path) -> None:
-    """Make a fresh results folder; an empty one may be used, anything else is refused."""
+def create_folder(folder: Path) -> bool:
+    """Make a fresh results folder; an empty one may be used, anything else is refused. Returns whether it is new."""
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        made = not folder.exists()
+        if not made and (not folder.is_dir() or any(folder.iterdir())):
             raise ResultsError(f"{folder}: exists already and is not an empty folder: choose another --out (nothing is "
                                "overwritten)")
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,17 +190,20 @@ def create_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as exc:
         raise ResultsError(f"{folder}: cannot be written ({exc.strerror}): choose another --out") from None
+    return made
 
 
 class RunWriter:
     """Takes a run's rows. ``close`` ends a whole run, ``abort`` one that was stopped.
 
-    As a context manager it aborts by itself if the block is left, by whatever exception, before ``close``. Raises
-    :class:`ResultsError` if ``folder`` exists and is not empty, or cannot be written.
+    As a context manager it aborts by itself if the block is left, by whatever exception, before ``close``; if that comes
+    before ``resolved``, when nothing has run, it leaves no trace. Raises :class:`ResultsError` if ``folder`` exists and is
+    not empty, or cannot be written.
     """
 
     def __init__(self, folder: Path, *, source: str = "simulated", part_rows: int = PART_ROWS) -> None:
-        create_folder(folder)
+        self._made = create_folder(folder)
+        self._resolved = False
         self.folder = folder
         self.source = source
         self.part_rows = part_rows
@@ -221,6 +226,9 @@ class RunWriter:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         if self.ended:
             return
+        if exc is not None and not (self._resolved or any(self._rows.values()) or any(self._flushed.values())):
+            self._undo()
+            return
         if exc is None:
             self.abort("left before its end")
             return
@@ -231,8 +239,16 @@ class RunWriter:
             # A full disk stopped the run and stops this too: the part files stay, and the first error is the one to tell.
             return
 
+    def _undo(self) -> None:
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody else's files are in there by now
+            self._parts.rmdir()
+            if self._made:
+                self.folder.rmdir()
+
     def resolved(self, config: RunConfig) -> None:
         """Store the configuration as it will be run; its hardware, model and policy go into the tables' metadata."""
+        self._resolved = True
         write_text(self.folder / "config.toml", to_toml(config))
         self.metadata |= {"gpu": config.device.gpu, "model": config.device.model, "policy": config.policy.name}
 

@@ -34,7 +34,8 @@ def test_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = tmp_path / "run"
     assert cli.sim(["run", "--policy", "bullet", "--trace", "azure-code", "--rate", "5", *FAST, "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "simulated (fitted device model): llama-3.1-8b on a100-80gb" in text
+    assert text.startswith("simulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 40 requests")
+    assert max(map(len, text.splitlines())) < 120
     assert str(out) in text
     names = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
     assert names == {"config.toml", "requests.parquet", "steps.parquet", "summary.json", "timing.json", "trace.json",
@@ -57,12 +58,14 @@ def test_compare_gives_every_policy_the_same_requests(tmp_path: Path, capsys: py
     assert cli.sim(["compare", "--policies", "vllm-1024,static-96", "--trace", "sharegpt", "--rate", "9", *FAST, "--out",
                     str(out)]) == 0
     text = capsys.readouterr().out
-    assert text.count("vllm-1024") == text.count("static-96") == 1
+    table = text[:text.index("written to")]
+    assert table.count("vllm-1024") == table.count("static-96") == 1
+    assert (out / "comparison.txt").read_text().strip() == table.strip()
     tables = [load_run(out / name)[3] for name in ("vllm-1024", "static-96")]
     keys = [sorted(zip(t["id"].tolist(), t["arrival_s"].tolist(), t["prompt_tokens"].tolist(), strict=True)) for t in tables]
     assert keys[0] == keys[1]
     assert {s["system"] for s in json.loads((out / "comparison.json").read_text())} == {"vllm-1024", "static-96"}
-    assert (out / "report.html").read_text().count("data:image/png;base64") == 2
+    assert (out / "report.html").read_text().count("data:image/png;base64") == 4  # bars, CDFs, SMs of each
 
 
 def test_list_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +84,9 @@ def test_list_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     (["--set", "nonsense"], ["must read key.subkey=value"]), (["--set", "seed=1.5"], ["seed = 1.5", "int"]),
     (["--set", "policy.options.knob=1"], ["no such option"]), (["--policy", "static-95"], ["static-95", "steps of 2"]),
     (["--set", "device.partition_step_sms=7"], ["partition step of 7"]), (["--config", "absent.toml"], ["absent.toml"]),
+    (["--cv", "2"], ["--cv 2 has no effect on poisson"]), (["--time-scale", "2"], ["--time-scale 2 has no effect"]),
+    (["--policy", "vllm-512", "--estimator", "oracle"], ["--estimator oracle has no effect", "vllm-512"]),
+    (["--policies", "bullet"], ["--policies"]), (["--set", "device.kv_tokens=3"], ["device.kv_tokens = 3"]),
     (["--model", "llama-3.1-70b"], ["leave no room for KV"]), (["--arrivals", "recorded", "--rate", "3"], ["--time-scale"]),
     (["--trace", "sharegpt", "--arrivals", "recorded"], ["no arrival times"]), (["--frobnicate"], ["--frobnicate"]),
     (["--trace", "missing.csv"], ["missing.csv"])])
@@ -89,6 +95,41 @@ def test_a_users_mistake_is_one_clear_line(arguments: list[str], words: list[str
     line = failing(capsys, "run", *arguments, "--quiet", "--out", str(tmp_path / "o"))
     for word in words:
         assert word in line
+    assert not (tmp_path / "o").exists()  # the same command, repaired, can use the folder
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--policies", "vllm-512,vllm-512"], ["each policy once"]), (["--policies", ","], ["each policy once"]),
+    (["--policies", "vllm-512,nope"], ["unknown policy 'nope'"]), (["--policy", "vllm-512"], ["--policy"]),
+    (["--set", "policy.name=bullet"], ["--policies"]),
+    (["--policies", "bullet,vllm-512", "--set", "policy.options.decode_floor=0.2"], ["vllm", "decode_floor"])])
+def test_a_comparison_is_checked_whole_before_it_starts(arguments: list[str], words: list[str], tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    line = failing(capsys, "compare", *arguments, *FAST, "--out", str(tmp_path / "o"))
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "o").exists()
+
+
+def test_recorded_arrivals_take_the_whole_trace_and_store_its_length(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text(HEADER + "".join(f"{i},{50 + i},3\n" for i in range(7)))
+    out, again = tmp_path / "o", tmp_path / "again"
+    assert cli.sim(["run", "--trace", str(trace), "--arrivals", "recorded", "--time-scale", "2", "--policy", "static-96",
+                    "--quiet", "--no-report", "--out", str(out)]) == 0
+    run = load_run(out)
+    assert run.config.workload.num_requests == 7
+    assert sorted(run.requests["arrival_s"].tolist()) == [i / 2 for i in range(7)]
+    assert cli.sim(["run", "--config", str(out / "config.toml"), "--quiet", "--no-report", "--out", str(again)]) == 0
+    assert (again / "steps.parquet").read_bytes() == (out / "steps.parquet").read_bytes()
+
+
+def test_default_folders_are_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.time, "strftime", lambda form: "then")
+    for _ in range(2):
+        assert cli.sim(["run", "--policy", "vllm-512", "--num-requests", "3", "--quiet", "--no-report"]) == 0
+    assert sorted(p.name for p in Path("runs").iterdir()) == ["vllm-512-azure-code-then", "vllm-512-azure-code-then-2"]
 
 
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
@@ -150,7 +191,9 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "run"
     load = ["--rate", "5", "--num-requests", "100", "--quiet"]
     assert cli.sim(["run", "--policy", f"{policy}:Stop", *load, "--out", str(out)]) == 130
-    assert f"interrupted; rows so far are kept in {out}" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"interrupted; rows so far are kept in {out}" in lines[0]
     _, summary, steps, requests = load_run(out)
     assert summary["complete"] is False
     assert summary["why"] == "interrupted"
@@ -158,6 +201,51 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert summary["unfinished"] > 0
     assert len(steps) >= 290
     assert not (out / "parts").exists()
+
+
+def test_a_signal_stops_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real SIGINT, in the middle of a decision: the run ends at its next step, no request lost, no row twice."""
+    policy = tmp_path / "stop.py"
+    policy.write_text("import signal\n" + STOPPING.format(error="SystemExit").replace("raise SystemExit",
+                                                                                     "signal.raise_signal(signal.SIGINT)"))
+    out = tmp_path / "cmp"
+    assert cli.sim(["compare", "--policies", f"vllm-512,{policy}:Stop,vllm-1024", "--rate", "5", "--num-requests", "100",
+                    "--quiet", "--no-report", "--out", str(out)]) == 130
+    assert "interrupted; rows so far" in capsys.readouterr().err
+    stopped = next(p for p in out.iterdir() if p.name.endswith("Stop"))
+    run = load_run(stopped)
+    assert run.summary["why"] == "interrupted"
+    assert len(run.steps) == 300  # the step that was being decided is the last
+    assert sorted(run.requests["id"].tolist()) == list(range(100))
+    assert load_run(out / "vllm-512").summary["complete"] is True
+    assert not (out / "vllm-1024").exists()
+
+
+def test_an_error_in_a_users_policy_is_theirs_to_see(tmp_path: Path) -> None:
+    policy = tmp_path / "stop.py"
+    policy.write_text(STOPPING.format(error="ZeroDivisionError('mine')"))
+    out = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        cli.sim(["run", "--policy", f"{policy}:Stop", "--num-requests", "100", "--quiet", "--out", str(out)])
+    assert load_run(out).summary["why"] == "ZeroDivisionError: mine"
+
+
+def test_progress_counts_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(cli, "_progress", lambda total, label, quiet: (seen.append, lambda: seen.append(-total)))
+    assert cli.sim(["run", "--policy", "vllm-512", "--num-requests", "9", "--set", "device.kv_tokens=3200", "--no-report",
+                    "--out", str(tmp_path / "o")]) == 0
+    assert seen == [1] * 9 + [-9]
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    code = "import sys; from bullet.cli import sim; sys.exit(sim(['list']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+        assert child.wait() == 0
 
 
 def test_a_stuck_policy_stops_with_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,202 @@
+"""Tables, plots and traces of hand-made outcomes: what they say, and what a reader could be misled by."""
+
+import base64
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bullet import metrics, report
+from bullet.config import RunConfig
+from bullet.errors import ResultsError
+from bullet.results import RequestTable, RunOutcome, StepTable
+
+PNG = b"\x89PNG"
+
+
+def step(lane: str, start: float, end: float, sms: int, prefill: int, seqs: int, queue: int = 0,
+         kv: int = 0) -> tuple[Any, ...]:
+    return (0, lane, lane, start, end, sms, prefill, seqs, 10 * seqs, 0, 4, 0.1, end - start, 0.0, 0, queue, kv, 96, 12,
+            'a "why"')
+
+
+TWO_LANES = [step("prefill", 0.0, 1.0, 96, 500, 0, queue=2, kv=5), step("decode", 0.5, 2.0, 12, 0, 3, kv=5),
+             step("prefill", 1.0, 2.0, 96, 500, 0, kv=5), step("decode", 3.0, 4.0, 108, 0, 3, kv=4)]
+CHUNKED = [step("hybrid", 0.0, 1.0, 108, 500, 0), step("hybrid", 1.0, 2.0, 108, 400, 3), step("hybrid", 2.0, 4.0, 108, 0, 3)]
+
+
+def outcome(system: str, steps: list[tuple[Any, ...]], finished: int = 20, rejected: int = 0) -> RunOutcome:
+    rows = [(i, 0.1 * i, 100, 5, "finished", "", 0.1 * i, 0.1 * i + 0.3, 0.1 * i + 1.0, 5, 0, 0.15, 0.4) for i in range(finished)]
+    rows += [(finished + i, 0.0, 9000, 5, "rejected", "over_context", None, None, None, 0, 0, 9.0, 0.4) for i in range(rejected)]
+    return RunOutcome(RunConfig(), system, StepTable.from_rows(steps), RequestTable.from_rows(rows), np.array([0.2]),
+                      np.array([80]), {"prefill_only": 192.0, "decode_only": 126.0, "shared": 0.0, "idle": 114.0}, 4.0, 108, 100,
+                      3, 5, 1e-4, 0.2, {"gpu": "a100-80gb", "model": "llama-3.1-8b", "source": "fitted"})
+
+
+def summaries(*outcomes: RunOutcome) -> list[dict[str, Any]]:
+    return [metrics.summarise(o) for o in outcomes]
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def test_the_table_says_what_it_is_and_fits_a_terminal() -> None:
+    both = summaries(outcome("bullet-literal", TWO_LANES, 999), outcome("sglang-1024-mixed", CHUNKED, 20, 3))
+    both[0]["mean_ttft_ms"] = 123456.0
+    lines = report.comparison_table(both).splitlines()
+    assert lines[0] == ("simulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 999 requests, seed 0")
+    assert max(map(len, lines)) < 120
+    rows = {line.split()[0]: line for line in lines if line.strip()}
+    assert "123456" in rows["bullet-literal"]
+    assert rows["sglang-1024-mixed"].split()[1:] == ["(srm)", "300", "300", "300", "175.0", "175.0", "175.0", "6.90", "0.870",
+                                                     "0.000", "20", "3", "0"]
+    assert "rejected by sglang-1024-mixed (srm): 3 over_context" in lines
+    # Columns line up: every row ends where the rule ends.
+    rule = next(line for line in lines if line.startswith("---"))
+    assert len(rows["bullet-literal"]) == len(rows["sglang-1024-mixed"]) == len(rule)
+
+
+def test_an_undefined_figure_is_a_dash() -> None:
+    row = report.comparison_table(summaries(outcome("x", [], 0, 2))).splitlines()[5]
+    assert row.split() == ["x", *"-------", "0.000", "0.000", "0", "2", "0"]
+
+
+def test_the_oracle_is_named_and_a_users_policy_is_short() -> None:
+    summary = summaries(outcome("bullet", TWO_LANES))[0]
+    summary["estimator"] = "oracle"
+    text = report.comparison_table([summary])
+    assert "bullet (oracle)" in text
+    assert "not a predictor" in text
+    assert report.label({"system": "/long/way/to/mine.py:Mine", "estimator": None}) == "mine.py:Mine"
+    assert len(report.label({"system": "x" * 99, "estimator": "srm-blind"})) == report.NAME_WIDTH
+
+
+def test_common_rejections_are_said_once() -> None:
+    text = report.comparison_table(summaries(outcome("a", CHUNKED, 5, 1), outcome("b", CHUNKED, 5, 1)))
+    assert [line for line in text.splitlines() if line.startswith("rejected")] == ["rejected: 1 over_context"]
+
+
+def test_comparison_files_hold_every_figure(tmp_path: Path) -> None:
+    both = summaries(outcome("a", TWO_LANES), outcome("b", CHUNKED, 0, 1))
+    report.write_comparison(tmp_path, both)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == both
+    with open(tmp_path / "comparison.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["system"] for row in rows] == ["a", "b"]
+    assert float(rows[0]["mean_ttft_ms"]) == pytest.approx(300)
+    assert rows[1]["mean_ttft_ms"] == ""
+
+
+# ----------------------------------------------------------------------------------------------- plots
+
+
+def test_back_to_back_steps_are_one_block() -> None:
+    blocks = report._blocks(np.array([2.0, 0.0, 1.0, 5.0]), np.array([3.0, 1.0, 2.0, 6.0]), np.array([12, 96, 96, 12]))
+    assert blocks.tolist() == [[0, 2, 96], [2, 3, 12], [5, 6, 12]]
+
+
+def test_mean_sms_of_bins_are_exact() -> None:
+    steps = StepTable.from_rows(TWO_LANES)
+    decode = report._mean_sms(steps, steps["lane"] == "decode", np.array([0.0, 1.0, 2.0, 3.5, 4.0]))
+    assert decode.tolist() == pytest.approx([6, 12, 36, 108])
+    assert report._mean_sms(steps, steps["lane"] == "none", np.array([0.0, 1.0])).tolist() == [0]
+
+
+def test_thinned_points_keep_both_ends() -> None:
+    kept = report._thin(100_000)
+    assert (kept[0], kept[-1], len(kept)) == (0, 99_999, report.MAX_POINTS)
+    assert report._thin(3).tolist() == [0, 1, 2]
+    assert report._thin(0).tolist() == []
+
+
+@pytest.mark.parametrize("steps", [TWO_LANES, CHUNKED, TWO_LANES[:1], []])
+@pytest.mark.parametrize("finished", [20, 1, 0])
+def test_reports_of_any_run_are_drawn(steps: list[tuple[Any, ...]], finished: int, tmp_path: Path) -> None:
+    one = outcome("toy", steps, finished, 1)
+    report.write_run_report(tmp_path, one, summaries(one)[0], "seed = 0\n")
+    for name in ("latency_cdf", "sm_share"):
+        assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(PNG)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_plots_of_equal_runs_are_equal(tmp_path: Path) -> None:
+    for name in "ab":
+        report.plot_sm_share(outcome("toy", TWO_LANES), summaries(outcome("toy", TWO_LANES))[0], tmp_path / f"{name}.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_the_page_is_one_file_with_everything(tmp_path: Path) -> None:
+    outcomes = [outcome("a<b", TWO_LANES), outcome("c", CHUNKED)]
+    both = summaries(*outcomes)
+    folders = [tmp_path / "a", tmp_path / "c"]
+    for one, summary, folder in zip(outcomes, both, folders, strict=True):
+        report.write_run_report(folder, one, summary, "")
+    report.write_comparison_report(tmp_path, outcomes, both, folders, 'trace = "<x>"\n')
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 4
+    assert all(base64.b64decode(p).startswith(PNG) for p in pictures)
+    assert 'src="http' not in page
+    assert "href" not in page
+    assert "a&lt;b" in page
+    assert "a<b" not in page
+    assert "&lt;x&gt;" in page
+    assert "sm_share.idle" in page
+    assert "simulated on A100-80GB" in page
+
+
+def test_pyplot_stays_out(tmp_path: Path) -> None:
+    code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from pathlib import Path\n"
+            "from tests.test_report import *\n"
+            f"one = outcome('toy', TWO_LANES); report.write_run_report(Path({str(tmp_path)!r}), one, summaries(one)[0], '')\n"
+            "print([m for m in ('pandas', 'matplotlib.pyplot', 'simpy', 'scipy') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = outcome("toy", CHUNKED)
+    (tmp_path / "x.png").mkdir()
+    with pytest.raises(ResultsError, match=r"x\.png: cannot be written"):
+        report.plot_cdfs([one], summaries(one), tmp_path / "x.png")
+    (tmp_path / "trace.json").mkdir()
+    with pytest.raises(ResultsError, match=r"trace\.json: cannot be written"):
+        report.write_perfetto(one, tmp_path / "trace.json")
+
+
+# --------------------------------------------------------------------------------------------- Perfetto
+
+
+def events(tmp_path: Path, steps: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    report.write_perfetto(outcome("toy", steps), tmp_path / "trace.json")
+    found: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return found
+
+
+def test_the_trace_names_gpu_lanes_and_steps(tmp_path: Path) -> None:
+    found = events(tmp_path, TWO_LANES)
+    assert [e["args"]["name"] for e in found if e["ph"] == "M"] == ["A100-80GB (simulated)", "prefill", "decode"]
+    slices = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in found if e["ph"] == "X"]
+    assert slices == [(1, "prefill", 0, 1e6), (2, "decode", 0.5e6, 1.5e6), (1, "prefill", 1e6, 1e6), (2, "decode", 3e6, 1e6)]
+    first = next(e for e in found if e["ph"] == "X")["args"]
+    assert (first["sms"], first["layers"], first["reason"]) == (96, "0-3", 'a "why"')
+    assert [e["name"] for e in events(tmp_path, CHUNKED) if e["ph"] == "X"] == ["prefill", "mixed", "decode"]
+
+
+def test_counters_change_only_where_they_change_and_fall_when_a_lane_is_idle(tmp_path: Path) -> None:
+    found = [(e["name"], e["ts"] / 1e6, e["args"]["value"]) for e in events(tmp_path, TWO_LANES) if e["ph"] == "C"]
+    by_name = {name: [(t, v) for n, t, v in found if n == name] for name, _, _ in found}
+    assert by_name == {"prefill SMs": [(0, 96), (2, 0)], "decode SMs": [(0.5, 12), (2, 0), (3, 108), (4, 0)],
+                       "waiting requests": [(0, 2), (0.5, 0)], "KV blocks used": [(0, 5), (3, 4)]}
+
+
+def test_a_trace_in_parts_is_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = events(tmp_path, TWO_LANES)
+    monkeypatch.setattr(report, "_CHUNK_ROWS", 1)
+    assert events(tmp_path, TWO_LANES) == whole
