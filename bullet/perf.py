@@ -7,19 +7,21 @@ flop_k, mem_k        ``KernelWork.flops``, ``.bytes`` of :mod:`bullet.work`
 C_p = C_peak N_p/N   ``Srm._compute`` (operations/s on each split)
 D_p                  ``Srm._bandwidth``: D_peak min(1, N_p / N_d), ``GpuSpec.knee_sms`` = N_d
 T'_{k,p}  (eq. 1)    ``flops / min(flops / bytes * D_p, C_p)`` = ``max(flops / C_p, bytes / D_p)``
-alpha_{p,ES} (eq. 2) ``Srm._alpha_prefill``, ``_alpha_decode``: measured / T', interpolated between few samples
+alpha_{p,ES} (eq. 2) ``Srm._alpha_prefill``, ``_alpha_alone``, ``_alpha_beside``: measured / T' at few samples
 D_{p,sl}             ``Srm._attainable``: D_p x the share that decode attains beside an sl-token prefill
+network, N_w         bytes / ``GpuSpec.link_bytes_per_s``; no N_w is known, so SMs do not change it (*assumed*)
 ==================  =======================================================================================
 
 An estimator answers for all splits at once (arrays of length n + 1, see docs/interfaces.md) and learns online: per
-phase and SM bucket a mean of log(measured / predicted). It never reads the simulated device's coefficients: it sees samples,
-as it would from a GPU. ``Oracle`` is the exception, and is named so.
+phase and SM bucket a mean of log(measured / predicted). It never reads the simulated device's coefficients: it sees
+samples, as it would from a GPU. ``Oracle`` is the exception, and is named so. See docs/estimator.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +37,10 @@ Array = NDArray[np.float64]
 
 CACHE_ENTRIES = 8192
 """Rows kept by a cache before it starts anew: bounds memory, never changes a result."""
+MIN_ALPHA = 0.5
+"""Linear extrapolation far outside the samples may not turn alpha into nonsense: nothing beats peak twofold."""
+MIN_SHARE = 0.05
+"""Likewise the least share of its bandwidth that a co-running decode is taken to attain."""
 
 
 class Estimator(Protocol):
@@ -72,12 +78,16 @@ class Estimator(Protocol):
 
 
 class Sample(NamedTuple):
-    """One measured state. ``corun_*`` describe what ran beside it (0: nothing)."""
+    """One measured state: a whole prefill of one prompt, or one decode iteration, in seconds.
+
+    ``tokens``: prompt tokens of a prefill, sequences of a decode; ``context_tokens``: attended over a decode batch, 0
+    for a prefill. ``corun_sms``, ``corun_tokens``: the same of what ran beside it throughout (0: nothing did).
+    """
 
     kind: str
     sms: int
-    tokens: int  # prefill: prompt tokens; decode: sequences
-    context_tokens: int  # decode: attended over the batch
+    tokens: int
+    context_tokens: int
     seconds: float
     corun_sms: int = 0
     corun_tokens: int = 0
@@ -167,23 +177,41 @@ def interpolate(x: float, nodes: Sequence[float], values: Sequence[Array]) -> Ar
     return values[i] + share * (values[i + 1] - values[i])
 
 
-def along_sms(own: NDArray[np.int64], points: dict[int, float]) -> Array:
+def along_sms(own: NDArray[np.int64], points: Mapping[int, float]) -> Array:
     """A value sampled at few SM counts, on each of ``own``: linear between, extended linearly beyond (Fig. 9)."""
     nodes = sorted(points)
-    values = [np.full(len(own), points[s]) for s in nodes]
-    return np.array([float(interpolate(float(s), [float(n) for n in nodes], [v[:1] for v in values])[0]) for s in own])
+    if len(nodes) == 1:
+        return np.full(len(own), points[nodes[0]])
+    x, y = np.array(nodes, dtype=np.float64), np.array([points[s] for s in nodes])
+    i = np.clip(np.searchsorted(x, own, side="left") - 1, 0, len(nodes) - 2)
+    values: Array = y[i] + (own - x[i]) / (x[i + 1] - x[i]) * (y[i + 1] - y[i])
+    return values
+
+
+def _mean_over(ratios: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Geometric mean of the ratios seen at each SM count."""
+    return {sms: math.exp(sum(map(math.log, values)) / len(values)) for sms, values in ratios.items()}
+
+
+_Ratios = defaultdict[int, list[float]]
+"""SM count -> ratios measured there."""
+
+
+def _by_sms() -> _Ratios:
+    return defaultdict(list)
 
 
 class Srm:
-    """Eq. 1 and 2 with contention, calibrated on samples. ``blind``: without contention.
+    """Eq. 1 and 2 with contention, calibrated on samples. ``blind``: without contention, from samples taken alone.
 
     ``error`` multiplies every uncorrected prediction (studies of a wrong start).
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, samples: Sequence[Sample], *,
-                 blind: bool = False, recalibrate: bool = True, error: float = 1.0) -> None:
+                 tensor_parallel: int = 1, blind: bool = False, recalibrate: bool = True, error: float = 1.0) -> None:
         self.name = "srm-blind" if blind else "srm"
         self.model = model
+        self.tensor_parallel = tensor_parallel
         self.splits = splits
         self.blind = blind
         self.error = error
@@ -195,8 +223,8 @@ class Srm:
         self._bandwidth = {phase: gpu.mem_bytes_per_s * np.minimum(1.0, own / gpu.knee_sms)
                            for phase, own in self._own.items()}
         self._gpu = gpu
-        self._prefill_cache: dict[tuple[int, ...], tuple[Array, list[float]]] = {}
-        self._decode_alpha: dict[int, tuple[Array, Array, list[float], list[float]]] = {}
+        self._prefill_rows: dict[tuple[int, ...], tuple[Array, list[float]]] = {}
+        self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
         self._decode_rows: dict[tuple[int, int], tuple[Array, Array, list[float], list[float]]] = {}
         self._octaves: dict[int, int] = {}
         self._calibrate(samples)
@@ -204,49 +232,111 @@ class Srm:
     # ---- calibration -----------------------------------------------------------------------------
 
     def _calibrate(self, samples: Sequence[Sample]) -> None:
-        alone = [s for s in samples if not s.corun_sms]
-        prefill: dict[int, dict[int, float]] = {}
-        decode: dict[tuple[int, int], dict[int, float]] = {}
-        for s in alone:
-            if s.seconds <= 0 or not math.isfinite(s.seconds):
-                raise ProfileError(f"sample {s}: seconds must be positive")
-            if s.kind == PREFILL:
-                prefill.setdefault(s.tokens, {})[s.sms] = s.seconds / self._theory_prefill((s.tokens,), s.sms)
-            else:
-                mean = round(s.context_tokens / s.tokens)
-                decode.setdefault((s.tokens, mean), {})[s.sms] = s.seconds / self._theory_decode(
-                    s.tokens, s.context_tokens, s.sms, 1.0)
-        if not prefill or not decode:
-            raise ProfileError("samples hold no prefill alone, or no decode alone: alpha (eq. 2) needs both")
-        self._prefill_nodes = [math.log2(t) for t in sorted(prefill)]
-        self._alpha_prefill = [along_sms(self._own[PREFILL], prefill[t]) for t in sorted(prefill)]
-        batches, contexts = sorted({b for b, _ in decode}), sorted({c for _, c in decode})
-        if len(decode) != len(batches) * len(contexts):
+        for s in samples:
+            if s.kind not in (PREFILL, DECODE) or not (s.seconds > 0 and math.isfinite(s.seconds)):
+                raise ProfileError(f"sample {s}: kind must be prefill or decode, seconds must be positive")
+        self._calibrate_prefill([s for s in samples if s.kind == PREFILL])
+        decode = [s for s in samples if s.kind == DECODE]
+        self._calibrate_decode([s for s in decode if not s.corun_sms])
+        self._alpha_beside = self._alpha_alone
+        self._share_nodes: list[float] = []
+        self._attainable: list[Array] = []
+        if not self.blind:
+            self._calibrate_contention([s for s in decode if s.corun_sms])
+
+    def _calibrate_prefill(self, samples: Sequence[Sample]) -> None:
+        """alpha of prefill. Eq. 2 alone covers contention (section 3.2.3): a split is only ever in use beside decode, so
+        its alpha comes from co-running samples where there are any; on all N it comes from samples taken alone.
+        """
+        alone: dict[int, _Ratios] = defaultdict(_by_sms)
+        beside: dict[int, _Ratios] = defaultdict(_by_sms)
+        for s in samples:
+            ratio = s.seconds / self._theory_prefill((s.tokens,), s.sms)
+            (beside if s.corun_sms else alone)[s.tokens][s.sms].append(ratio)
+        if not alone:
+            raise ProfileError("samples hold no prefill alone: alpha (eq. 2) needs it, and decode alone")
+        self._prefill_nodes = [math.log2(tokens) for tokens in sorted(alone)]
+        self._alpha_prefill: list[Array] = []
+        for tokens in sorted(alone):
+            alpha = along_sms(self._own[PREFILL], _mean_over(alone[tokens]))
+            if beside[tokens] and not self.blind:
+                alpha[:-1] = along_sms(self._own[PREFILL], _mean_over(beside[tokens]))[:-1]
+            self._alpha_prefill.append(alpha)
+
+    def _calibrate_decode(self, samples: Sequence[Sample]) -> None:
+        """alpha of decode alone, over batch (log2), mean context (linear) and SMs."""
+        ratios: dict[tuple[int, int], _Ratios] = defaultdict(_by_sms)
+        for s in samples:
+            theory = self._theory_decode(s.tokens, s.context_tokens, s.sms, 1.0)
+            ratios[s.tokens, round(s.context_tokens / s.tokens)][s.sms].append(s.seconds / theory)
+        if not ratios:
+            raise ProfileError("samples hold no decode alone: alpha (eq. 2) needs it, and prefill alone")
+        batches, contexts = sorted({b for b, _ in ratios}), sorted({c for _, c in ratios})
+        if len(ratios) != len(batches) * len(contexts):
             raise ProfileError("decode samples must cover every (batch, context) pair of their grid")
         self._batch_nodes = [math.log2(b) for b in batches]
-        self._context_nodes = [float(c) for c in (contexts[0], contexts[-1])]
         # Between the two outermost contexts alpha is taken as linear: one multiply-add a decision.
-        self._alpha_decode = {c: [along_sms(self._own[DECODE], decode[(b, c)]) for b in batches]
-                              for c in (contexts[0], contexts[-1])}
-        shares: dict[int, dict[int, list[float]]] = {}
+        self._context_nodes = (float(contexts[0]), float(contexts[-1]))
+        self._alpha_alone = [[along_sms(self._own[DECODE], _mean_over(ratios[b, c])) for b in batches]
+                             for c in (contexts[0], contexts[-1])]
+
+    def _calibrate_contention(self, samples: Sequence[Sample]) -> None:
+        """D_{p,sl} first, from the co-running samples that eq. 1 holds to be bound by memory; then, with it in eq. 1,
+        what is left is alpha's: co-running decode loses compute speed too, which shows in large batches. Both are
+        relative to alpha alone, so that a lone sample and a co-running one without contention agree.
+        """
+        if not samples:
+            raise ProfileError("samples hold no decode beside a prefill: D_{p,sl} needs some (srm-blind does not)")
+        bound = [s for s in samples if self._is_memory_bound(s)] or samples
+        shares: dict[int, _Ratios] = defaultdict(_by_sms)
+        for s in bound:
+            shares[s.corun_tokens][s.sms].append(self._attained_share(s))
+        self._share_nodes = [math.log2(tokens) for tokens in sorted(shares)]
+        self._attainable = [np.clip(along_sms(self._own[DECODE], _mean_over(shares[tokens])), MIN_SHARE, 1.0)
+                            for tokens in sorted(shares)]
+        left: list[dict[int, _Ratios]] = [defaultdict(_by_sms), defaultdict(_by_sms)]
         for s in samples:
-            if s.kind == DECODE and s.corun_sms:
-                shares.setdefault(s.corun_tokens, {}).setdefault(s.sms, []).append(self._attained_share(s))
-        self._share_nodes = [math.log2(t) for t in sorted(shares)]
-        self._attainable: list[Array] = []
-        for tokens in sorted(shares):
-            points = {sms: float(np.median(values)) for sms, values in shares[tokens].items()}
-            self._attainable.append(np.clip(along_sms(self._own[DECODE], points), 0.05, 1.0))
+            i = self._index(DECODE, s.sms)
+            share = float(self._attainable_share(s.corun_tokens)[i])
+            theory = self._theory_decode(s.tokens, s.context_tokens, s.sms, share)
+            alpha = float(self._alpha_of_decode(s.tokens, s.context_tokens)[i])
+            long = s.context_tokens / s.tokens > sum(self._context_nodes) / 2
+            left[long][s.tokens][s.sms].append(s.seconds / (alpha * theory))
+        self._alpha_beside = [self._beside(row, found or left[0] or left[1])
+                              for row, found in zip(self._alpha_alone, left, strict=True)]
+        self._alpha_rows.clear()
+
+    def _beside(self, alone: Sequence[Array], left: Mapping[int, _Ratios]) -> list[Array]:
+        """alpha beside a prefill at the nodes of the batch axis: alone x what is left, held beyond its samples."""
+        nodes = [math.log2(batch) for batch in sorted(left)]
+        factors = [along_sms(self._own[DECODE], _mean_over(left[batch])) for batch in sorted(left)]
+        for factor in factors:
+            factor[-1] = 1.0  # alone on N
+        return [alpha * interpolate(min(max(x, nodes[0]), nodes[-1]), nodes, factors)
+                for x, alpha in zip(self._batch_nodes, alone, strict=True)]
+
+    def _is_memory_bound(self, s: Sample) -> bool:
+        """Whether eq. 1 gives every kernel of a layer of this decode the time of its bytes."""
+        compute, bandwidth = self._at(s.sms)
+        kernels = work.dense_kernels(self.model, s.tokens, self.tensor_parallel)
+        return all(k.flops / compute <= k.bytes / bandwidth for k in kernels)
 
     def _attained_share(self, s: Sample) -> float:
         """D_{p,sl} / D_p: the bandwidth at which alpha x T' equals the co-running measurement; bisected."""
-        alpha = float(self._alpha_of_decode(s.tokens, s.context_tokens)[self._index(DECODE, s.sms)])
-        low, high = 0.02, 1.0
-        if alpha * self._theory_decode(s.tokens, s.context_tokens, s.sms, high) >= s.seconds:
+        measured_s = s.seconds / float(self._alpha_of_decode(s.tokens, s.context_tokens)[self._index(DECODE, s.sms)])
+        compute, bandwidth = self._at(s.sms)
+        layer = work.layer_kernels(self.model, (), s.tokens, s.context_tokens, self.tensor_parallel)
+        head = work.head_kernels(self.model, s.tokens, self.tensor_parallel)
+        layers = self.model.num_layers
+        terms = [(layers * k.flops / compute, layers * k.bytes / bandwidth) for k in layer]
+        terms += [(k.flops / compute, k.bytes / bandwidth) for k in head]
+        measured_s -= layers * self._network_seconds(s.tokens)
+        low, high = MIN_SHARE, 1.0
+        if sum(max(c, m) for c, m in terms) >= measured_s:
             return 1.0
-        for _ in range(40):
+        for _ in range(30):
             middle = (low + high) / 2
-            if alpha * self._theory_decode(s.tokens, s.context_tokens, s.sms, middle) > s.seconds:
+            if sum(max(c, m / middle) for c, m in terms) > measured_s:
                 low = middle
             else:
                 high = middle
@@ -257,35 +347,40 @@ class Srm:
 
     def _theory_prefill(self, prompt_tokens: tuple[int, ...], sms: int) -> float:
         compute, bandwidth = self._at(sms)
-        return float(self._prefill_theory(prompt_tokens, compute, bandwidth)[0])
+        return float(self._prefill_theory(prompt_tokens, np.array([compute]), np.array([bandwidth]))[0])
 
     def _theory_decode(self, num_seqs: int, context_tokens: int, sms: int, share: float) -> float:
         compute, bandwidth = self._at(sms)
-        row, per_token = self._decode_theory(num_seqs, compute, bandwidth * share)
+        row, per_token = self._decode_theory(num_seqs, np.array([compute]), np.array([bandwidth * share]))
         return float((row + per_token * context_tokens)[0])
 
-    def _at(self, sms: int) -> tuple[Array, Array]:
-        share = min(1.0, sms / self._gpu.knee_sms)
-        return (np.array([self._gpu.peak_flops * sms / self.splits.num_sms]),
-                np.array([self._gpu.mem_bytes_per_s * share]))
+    def _at(self, sms: int) -> tuple[float, float]:
+        """C_p and D_p on any number of SMs."""
+        return (self._gpu.peak_flops * sms / self.splits.num_sms,
+                self._gpu.mem_bytes_per_s * min(1.0, sms / self._gpu.knee_sms))
+
+    def _network_seconds(self, tokens: int) -> float:
+        """All-reduces of one layer at the link's peak."""
+        return work.all_reduce_bytes(self.model, tokens, self.tensor_parallel) / self._gpu.link_bytes_per_s
 
     def _prefill_theory(self, prompt_tokens: tuple[int, ...], compute: Array, bandwidth: Array) -> Array:
-        layer = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0)
-        head = work.head_kernels(self.model, len(prompt_tokens))
-        return (self.model.num_layers * _srm_seconds(layer, compute, bandwidth)
-                + _srm_seconds(head, compute, bandwidth))
+        tp = self.tensor_parallel
+        layer = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0, tp)
+        layer_s = _srm_seconds(layer, compute, bandwidth) + self._network_seconds(sum(prompt_tokens))
+        head = work.head_kernels(self.model, len(prompt_tokens), tp)
+        return self.model.num_layers * layer_s + _srm_seconds(head, compute, bandwidth)
 
     def _decode_theory(self, num_seqs: int, compute: Array, bandwidth: Array) -> tuple[Array, Array]:
         """Seconds without context, and seconds per context token: decode attention is bound by memory throughout.
 
         (Its operations per byte are at most heads / KV heads, below any GPU's ridge point.)
         """
-        layers = self.model.num_layers
-        still = work.dense_kernels(self.model, num_seqs)
-        none = work.decode_attention(self.model, num_seqs, 0)
-        one = work.decode_attention(self.model, num_seqs, 1)
-        row = layers * (_srm_seconds(still, compute, bandwidth) + none.bytes / bandwidth)
-        row = row + _srm_seconds(work.head_kernels(self.model, num_seqs), compute, bandwidth)
+        layers, tp = self.model.num_layers, self.tensor_parallel
+        still = work.dense_kernels(self.model, num_seqs, tp)
+        none = work.decode_attention(self.model, num_seqs, 0, tp)
+        one = work.decode_attention(self.model, num_seqs, 1, tp)
+        row = _srm_seconds(still, compute, bandwidth) + none.bytes / bandwidth + self._network_seconds(num_seqs)
+        row = layers * row + _srm_seconds(work.head_kernels(self.model, num_seqs, tp), compute, bandwidth)
         return row, layers * (one.bytes - none.bytes) / bandwidth
 
     # ---- predictions -----------------------------------------------------------------------------
@@ -304,19 +399,19 @@ class Srm:
 
     def _prefill_row(self, prompt_tokens: tuple[int, ...]) -> tuple[Array, list[float]]:
         """Uncorrected seconds over all splits, as an array and as a list."""
-        row = self._prefill_cache.get(prompt_tokens)
+        row = self._prefill_rows.get(prompt_tokens)
         if row is None:
-            if len(self._prefill_cache) >= CACHE_ENTRIES:
-                self._prefill_cache.clear()
+            if len(self._prefill_rows) >= CACHE_ENTRIES:
+                self._prefill_rows.clear()
             base = self._uncorrected_prefill(prompt_tokens)
             base.setflags(write=False)
-            row = self._prefill_cache[prompt_tokens] = (base, base.tolist())
+            row = self._prefill_rows[prompt_tokens] = (base, base.tolist())
         return row
 
     def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
         theory = self._prefill_theory(prompt_tokens, self._compute[PREFILL], self._bandwidth[PREFILL])
         alpha = interpolate(math.log2(sum(prompt_tokens)), self._prefill_nodes, self._alpha_prefill)
-        base: Array = theory * np.maximum(alpha, 0.5) * self.error
+        base: Array = theory * np.maximum(alpha, MIN_ALPHA) * self.error
         return base
 
     def prefill_correction(self) -> Array:
@@ -324,43 +419,48 @@ class Srm:
         return self.recalibration.over_splits(PREFILL)
 
     def _alpha_of_decode(self, num_seqs: int, context_tokens: int) -> Array:
-        first, slope, _, _ = self._alpha_row(num_seqs)
-        return np.maximum(first + slope * (context_tokens / num_seqs), 0.5)
+        """alpha of decode alone, over splits."""
+        first, slope, _, _ = self._alpha_row(num_seqs, False)
+        return np.maximum(first + slope * (context_tokens / num_seqs), MIN_ALPHA)
 
-    def _alpha_row(self, num_seqs: int) -> tuple[Array, Array, list[float], list[float]]:
+    def _alpha_row(self, num_seqs: int, beside: bool) -> tuple[Array, Array, list[float], list[float]]:
         """alpha over splits at context 0 and its slope per token of mean context, as arrays and as lists."""
-        row = self._decode_alpha.get(num_seqs)
+        row = self._alpha_rows.get((num_seqs, beside))
         if row is None:
-            at = [interpolate(math.log2(num_seqs), self._batch_nodes, values) for values in self._alpha_decode.values()]
+            if len(self._alpha_rows) >= CACHE_ENTRIES:
+                self._alpha_rows.clear()
+            at = [interpolate(math.log2(num_seqs), self._batch_nodes, values)
+                  for values in (self._alpha_beside if beside else self._alpha_alone)]
             low, high = self._context_nodes
-            slope = (at[-1] - at[0]) / (high - low) if high > low else np.zeros_like(at[0])
+            slope = (at[1] - at[0]) / (high - low) if high > low else np.zeros_like(at[0])
             first = at[0] - slope * low
-            row = self._decode_alpha[num_seqs] = (first, slope, first.tolist(), slope.tolist())
+            row = self._alpha_rows[num_seqs, beside] = (first, slope, first.tolist(), slope.tolist())
         return row
 
     def _attainable_share(self, prefill_tokens: float) -> Array:
         """D_{p,sl} / D_p on each split; alone on N there is no co-runner."""
-        if self.blind or prefill_tokens <= 0 or not self._attainable:
+        if self.blind or prefill_tokens <= 0:
             return np.ones(self.splits.full + 1)
-        share = np.clip(interpolate(math.log2(prefill_tokens), self._share_nodes, self._attainable), 0.05, 1.0)
+        share = interpolate(math.log2(prefill_tokens), self._share_nodes, self._attainable)
+        share = np.clip(share, MIN_SHARE, 1.0)
         share[-1] = 1.0
         return share
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
         """One iteration on each split: eq. 1 with D_{p,sl} in it, then alpha."""
         row, per_token, _, _ = self._decode_row(num_seqs, prefill_tokens)
-        first, slope, _, _ = self._alpha_row(num_seqs)
-        alpha = np.maximum(first + slope * (context_tokens / num_seqs), 0.5)
+        first, slope, _, _ = self._alpha_row(num_seqs, prefill_tokens > 0)
+        alpha = np.maximum(first + slope * (context_tokens / num_seqs), MIN_ALPHA)
         seconds: Array = (row + per_token * context_tokens) * alpha * self.recalibration.over_splits(DECODE)
         return seconds
 
     def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
         """One element of :meth:`decode_seconds`, to the last bit."""
         _, _, row, per_token = self._decode_row(num_seqs, prefill_tokens)
-        _, _, first, slope = self._alpha_row(num_seqs)
+        _, _, first, slope = self._alpha_row(num_seqs, prefill_tokens > 0)
         alpha = first[index] + slope[index] * (context_tokens / num_seqs)
-        if alpha < 0.5:
-            alpha = 0.5
+        if alpha < MIN_ALPHA:
+            alpha = MIN_ALPHA
         return (row[index] + per_token[index] * context_tokens) * alpha * (
             self._factor[DECODE][self._bucket_of[DECODE][index]])
 
@@ -371,6 +471,8 @@ class Srm:
         if prefill_tokens > 0 and not self.blind:
             octave = self._octaves.get(prefill_tokens, -1)
             if octave < 0:
+                if len(self._octaves) >= CACHE_ENTRIES:
+                    self._octaves.clear()
                 octave = self._octaves[prefill_tokens] = round(4 * math.log2(prefill_tokens))
         rows = self._decode_rows.get((num_seqs, octave))
         if rows is None:
@@ -384,7 +486,7 @@ class Srm:
 
     def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
         """A layer's operations per byte."""
-        kernels = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0)
+        kernels = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0, self.tensor_parallel)
         return sum(k.flops for k in kernels) / sum(k.bytes for k in kernels)
 
     def ridge(self, index: int) -> float:
@@ -401,7 +503,8 @@ class Oracle(Srm):
 
     def __init__(self, device: DeviceModel, gpu: GpuSpec, splits: SplitTable, samples: Sequence[Sample], *,
                  recalibrate: bool, error: float) -> None:
-        super().__init__(device.model, gpu, splits, samples, recalibrate=recalibrate, error=error)
+        super().__init__(device.model, gpu, splits, samples, tensor_parallel=device.tensor_parallel,
+                         recalibrate=recalibrate, error=error)
         self.name = "oracle"
         self.device = device
         self._works: dict[tuple[int, ...], StepWork] = {}
@@ -453,18 +556,23 @@ class Oracle(Srm):
 
 
 def sample_device(device: DeviceModel, splits: SplitTable, *, seed: int, noise_std: float = 0.03,
-                  prefill_tokens: Sequence[int] = (256, 1024, 4096, 16384), batches: Sequence[int] = (1, 8, 32, 128),
+                  prefill_tokens: Sequence[int] = (32, 256, 1024, 4096, 16384),
+                  batches: Sequence[int] = (1, 8, 32, 64, 96, 128, 512), corun_batches: Sequence[int] = (8, 64, 512),
                   contexts: Sequence[int] = (256, 4096)) -> list[Sample]:
     """A few noisy samples of the simulated device, alone and co-running, as a sweep takes them from a GPU.
 
-    SM axis: two counts for prefill (half and all), three for decode (its floor N/9, N_d, all) and the first two for
-    co-running. Noise is log-normal, ``noise_std`` relative (the paper's states spread by a few percent).
+    SM axis: two counts for prefill (half and all), four for decode (its floor N/9, N_d, half, all: between N_d and all
+    the straight line of eq. 1 and a soft knee differ most), three for co-running (decode's floor, half, prefill's
+    floor: nothing is extrapolated between them). A co-running pair gives a sample of either side.
+    Noise is log-normal, ``noise_std`` relative (95 % of the paper's states lie within 6.8 %: section 3.2.3).
     """
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0, 0x5A]))
     n, d = splits.num_sms, splits.decode_sms
-    floor = int(d[min(len(d) - 1, int(np.searchsorted(d, n / 9 - 1e-9)))])
-    knee = int(d[min(len(d) - 1, int(np.searchsorted(d, device.gpu.knee_sms)))])
-    half = int(d[min(len(d) - 1, int(np.searchsorted(d, n / 2)))])
+
+    def at_least(sms: float) -> int:
+        return int(d[min(len(d) - 1, int(np.searchsorted(d, sms - 1e-9)))])
+
+    floor, knee, half = at_least(n / 9), at_least(device.gpu.knee_sms), at_least(n / 2)
     samples: list[Sample] = []
 
     def noisy(seconds: float) -> float:
@@ -479,14 +587,16 @@ def sample_device(device: DeviceModel, splits: SplitTable, *, seed: int, noise_s
     for batch in batches:
         for context in contexts:
             step = device.decode_work(batch, batch * context)
-            for sms in sorted({floor, knee, n}):
+            for sms in sorted({floor, knee, half, n}):
                 samples.append(Sample(DECODE, sms, batch, batch * context, noisy(device.solo_seconds(step, sms))))
     for tokens in prefill_tokens:
-        for sms in sorted({floor, knee, half}):
-            for batch in batches[1:]:
-                step = device.decode_work(batch, batch * contexts[0])
-                _, seconds = device.corun_seconds(prefill(tokens), n - sms, step, sms)
-                samples.append(Sample(DECODE, sms, batch, batch * contexts[0], noisy(seconds), n - sms, tokens))
+        for sms in sorted({floor, half, n - floor}):
+            for batch in corun_batches:
+                for context in contexts:
+                    step = device.decode_work(batch, batch * context)
+                    prefill_s, decode_s = device.corun_seconds(prefill(tokens), n - sms, step, sms)
+                    samples.append(Sample(DECODE, sms, batch, batch * context, noisy(decode_s), n - sms, tokens))
+                    samples.append(Sample(PREFILL, n - sms, tokens, 0, noisy(prefill_s), sms, batch))
     return samples
 
 
@@ -498,4 +608,5 @@ def make_estimator(name: str, *, device: DeviceModel, model: ModelSpec, gpu: Gpu
     samples = sample_device(device, splits, seed=seed)
     if name == "oracle":
         return Oracle(device, gpu, splits, samples, recalibrate=recalibrate, error=error)
-    return Srm(model, gpu, splits, samples, blind=name == "srm-blind", recalibrate=recalibrate, error=error)
+    return Srm(model, gpu, splits, samples, tensor_parallel=device.tensor_parallel, blind=name == "srm-blind",
+               recalibrate=recalibrate, error=error)
