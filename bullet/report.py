@@ -58,7 +58,8 @@ def headline(summary: Mapping[str, Any]) -> str:
     rate = summary["request_rate"]
     arrivals = f"{rate:g} req/s" if rate is not None else "recorded arrivals"
     return (f"{summary['source']} on {str(summary['gpu']).upper()} (device model: {summary['device_source']}), "
-            f"{summary['model']}; {summary['trace']}, {arrivals}, {summary['offered']} requests, seed {summary['seed']}")
+            f"{summary['model']}; {summary['trace']}, {arrivals}, {summary['offered']} "
+            f"{'request' if summary['offered'] == 1 else 'requests'}, seed {summary['seed']}")
 
 
 def _notes(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -254,9 +255,9 @@ def plot_sm_share(outcome: RunOutcome, summary: Mapping[str, Any], path: Path, w
         zoom_queue.step(times, queue, where="post", color="black", linewidth=0.9)
         whole.set_xlim(first, last)
         zoom.set_xlim(low, high)
-        whole.axvspan(low, high, ymin=0.97, color="black", linewidth=0)
+        whole.axvspan(low, high, ymin=1.005, ymax=1.025, color="black", linewidth=0, clip_on=False)
         bin_ms = 1e3 * (edges[1] - edges[0])
-        whole.set_title(f"whole run, mean of each {bin_ms:.0f} ms (black mark: the right part)", fontsize=8.5)
+        whole.set_title(f"whole run, mean of each {bin_ms:.0f} ms (black mark: the right part)", fontsize=8.5, pad=8)
         zoom.set_title(f"{high - low:.3g} s from its middle, step by step", fontsize=8.5)
     whole.set_ylim(0, num_sms)
     whole_queue.set_ylim(bottom=0)

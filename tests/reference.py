@@ -302,6 +302,18 @@ class NaiveState(SystemState):
         super()._end_iteration(finished)
 
 
+def held_blocks(state: SystemState) -> int:
+    """Blocks that each request holds, found by walking all that hold any: a token's position divisible by 16 begins one.
+
+    A decode in flight holds room for the token that it computes, an admitted prompt for all its tokens.
+    """
+    decoding = DECODE in state.in_flight
+    cached = [state.decode.cached(r) + decoding for r in state.decode.requests.values()]
+    cached += [r.known_tokens - 1 for r in state.ready]
+    cached += [r.known_tokens for r in state.prefill.requests] if state.prefill is not None else []
+    return sum(len(range(0, tokens, BLOCK)) for tokens in cached)
+
+
 def two_lane(policy: Any, device: Any, splits: Any, blocks: int, rows: list[tuple[float, int, int]], slo_s: float,
              delay_s: float, reconfigure_s: float) -> dict[int, tuple[list[float], int]]:
     """Token times and preemptions by request."""
@@ -403,4 +415,5 @@ def two_lane(policy: Any, device: Any, splits: Any, blocks: int, rows: list[tupl
             flights[lane] = {"step": step, "work": work, "sms": step.sms, "left": 1.0, "start": now, "extra": extra}
             state.in_flight[lane] = InFlight(step, now)
         durations()
+        assert state.kv.used_blocks == held_blocks(state), f"at {now}"
     return {i: (tokens[i], requests[i].preemptions) for i in tokens}

@@ -82,19 +82,19 @@ Recorder = Callable[[str, tuple[Any, ...]], None]
 class _Board:
     """Target and published estimates as one lane sees them: its own at once, the other's after a delay."""
 
-    __slots__ = ("decode_published", "pending", "prefill_published", "target", "written_s")
+    __slots__ = ("decode_published", "pending", "prefill_published", "target", "written")
 
     def __init__(self, target: Partition) -> None:
         self.target = target
-        self.written_s = -INFINITY
+        self.written = 0
         self.prefill_published = Published()
         self.decode_published = Published()
-        self.pending: deque[tuple[float, float, str, Published | None, Partition | None]] = deque()
+        self.pending: deque[tuple[float, int, str, Published | None, Partition | None]] = deque()
 
-    def write(self, written_s: float, lane: str, published: Published | None, target: Partition | None) -> None:
-        """Last writer wins, by the time of writing."""
-        if target is not None and written_s >= self.written_s:
-            self.target, self.written_s = target, written_s
+    def write(self, number: int, lane: str, published: Published | None, target: Partition | None) -> None:
+        """Last writer wins, by the decision's number: two lanes may decide at one instant, yet one of them was last."""
+        if target is not None and number > self.written:
+            self.target, self.written = target, number
         if published is not None:
             if lane == PREFILL:
                 self.prefill_published = published
@@ -267,8 +267,8 @@ class Simulation:
             board = self.boards[lane]
             pending = board.pending
             while pending and pending[0][0] <= now:
-                _, written_s, writer, published, target = pending.popleft()
-                board.write(written_s, writer, published, target)
+                _, number, writer, published, target = pending.popleft()
+                board.write(number, writer, published, target)
             state.target = board.target
             state.prefill_published = board.prefill_published
             state.decode_published = board.decode_published
@@ -303,9 +303,9 @@ class Simulation:
         board = self.boards[lane]
         if target is not None and target != board.target:
             self.split_changes += 1
-        board.write(now, lane, published, target)
+        board.write(self.decisions, lane, published, target)
         other = DECODE if lane == PREFILL else PREFILL
-        self.boards[other].pending.append((now + self.delay_s, now, lane, published, target))
+        self.boards[other].pending.append((now + self.delay_s, self.decisions, lane, published, target))
 
     def _launch(self, lane: str, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         state = self.state

@@ -251,3 +251,22 @@ def test_rows_tell_what_ran_beside_what() -> None:
         (PREFILL, 0.0, 1.0, 96, 10, 0, 0, 0.0, 0, 2),
         (PREFILL, 1.0, 2.0, 96, 20, 0, 0, 1.0, 12, 1),
         (DECODE, 1.0, 2.0, 12, 0, 1, 11, 1.0, 96, 0)]  # attends to the prompt's 10 and the token it computes
+
+
+def test_of_two_targets_written_at_one_instant_decodes_is_the_last() -> None:
+    """At t = 1 prefill is asked first and writes (96, 12), then decode (54, 54): in the end both lanes see decode's."""
+
+    class Writers(TwoLanes):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, float, Partition]] = []
+
+        def next_step(self, lane: str, state: SystemState, now_s: float) -> Any:
+            self.seen.append((lane, now_s, state.target))
+            step = super().next_step(lane, state, now_s)
+            mine = Partition(96, 12) if lane == PREFILL else Partition(54, 54)
+            return step._replace(target=mine if now_s == 1.0 else None)
+
+    policy = Writers()
+    run_with(policy, [(0.0, 10, 3), (0.0, 10, 1), (0.0, 10, 1)], device=ONE_SECOND)
+    assert [seen for seen in policy.seen if seen[1] == 2.0] == [
+        (PREFILL, 2.0, Partition(54, 54)), (DECODE, 2.0, Partition(54, 54))]

@@ -54,12 +54,17 @@ def test_chunked(policy: str, trace: str, rate: float, kv_tokens: int, preempts:
     assert preempts == any(w.preemptions for w in walked)
 
 
-@pytest.mark.parametrize(("policy", "trace", "rate", "kv_tokens"), [
-    ("bullet", "azure-conv", 6.45, 400_000), ("bullet", "sharegpt", 18.0, 60_000), ("bullet-literal", "azure-code", 5.0, 100_000),
-    ("static-96", "azure-code", 5.0, 400_000), ("naive", "sharegpt", 8.0, 60_000)])
-def test_two_lanes(policy: str, trace: str, rate: float, kv_tokens: int) -> None:
+@pytest.mark.parametrize(("policy", "trace", "rate", "kv_tokens", "more"), [
+    ("bullet", "azure-conv", 6.45, 400_000, {}),
+    ("bullet", "sharegpt", 12.0, 24_000, {"device__publish_delay_s": 0.005}),
+    ("bullet-literal", "azure-code", 5.0, 100_000, {}),
+    ("bullet-literal", "sharegpt", 12.0, 24_000, {"device__reconfigure_s": 0.001}),
+    ("static-96", "sharegpt", 12.0, 24_000, {"device__reconfigure_s": 0.001}),
+    ("naive", "azure-code", 5.0, 400_000, {}),
+    ("naive", "sharegpt", 12.0, 24_000, {})])
+def test_two_lanes(policy: str, trace: str, rate: float, kv_tokens: int, more: dict[str, float]) -> None:
     load = rows(trace, rate)
-    c = config(policy, debug=False, device__kv_tokens=kv_tokens, workload__trace=trace)
+    c = config(policy, debug=False, device__kv_tokens=kv_tokens, workload__trace=trace, **more)
     w = workload(load)
     slo = resolve_slo(c.slo, trace, w.mean_prompt_tokens)
     assert slo.tpot_s is not None
@@ -74,3 +79,4 @@ def test_two_lanes(policy: str, trace: str, rate: float, kv_tokens: int) -> None
                      c.device.publish_delay_s, c.device.reconfigure_s)
     outcome = simulate(c, workload=w)
     compare(outcome, {i: t for i, (t, _) in found.items()}, {i: p for i, (_, p) in found.items()})
+    assert (kv_tokens == 24_000) == any(p for _, p in found.values())
