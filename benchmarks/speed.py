@@ -45,7 +45,7 @@ def inside(policy: str, rate: float, requests: int) -> dict[str, float]:
     overrides = {"workload.trace": "azure-conv", "workload.rate_req_per_s": rate, "workload.num_requests": requests,
                  "policy.name": policy}
     done = subprocess.run([sys.executable, "-c", INSIDE, json.dumps(overrides)], check=True, capture_output=True,
-                          text=True, preexec_fn=one_core)  # noqa: PLW1509 - no threads here
+                          text=True, preexec_fn=one_core)
     return json.loads(done.stdout)
 
 

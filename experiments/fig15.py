@@ -52,7 +52,8 @@ def main() -> int:
           "paper: digitised Fig. 15")
     for trace in args.traces.split(","):
         name = next((w for w in workloads if w.lower().startswith(TRACES[trace].lower()[:5])), "")
-        print(f"\n{trace:<11} {'system':<18} {'req/s':>6} | {'TTFT s ours':>11} {'paper':>7} | {'TPOT ms ours':>12} {'paper':>6} | "
+        print(f"\n{trace:<11} {'system':<18} {'req/s':>6} | "
+              f"{'TTFT s ours':>11} {'paper':>7} | {'TPOT ms ours':>12} {'paper':>6} | "
               f"{'thr ours':>8} {'paper':>6} | {'SLO mean-len':>12} {'per-req':>7} {'paper':>6} | {'max step ms':>11}")
         for system in args.systems.split(","):
             attainments = []
@@ -73,7 +74,8 @@ def main() -> int:
                     value = paper.get((name, SYSTEMS[system], metric, rate))
                     return "-" if value is None else format(value, form)
 
-                print(f"{'':<11} {system:<18} {rate:>6.2f} | {mean('mean_ttft_ms') / 1e3:>11.2f} {theirs('mean_TTFT_s', '.2f'):>7} | "
+                print(f"{'':<11} {system:<18} {rate:>6.2f} | "
+                      f"{mean('mean_ttft_ms') / 1e3:>11.2f} {theirs('mean_TTFT_s', '.2f'):>7} | "
                       f"{mean('mean_tpot_ms'):>12.1f} {theirs('mean_TPOT_ms', '.0f'):>6} | {mean('request_throughput'):>8.2f} "
                       f"{theirs('throughput_req_s', '.2f'):>6} | {attainments[-1]:>12.3f} "
                       f"{mean('slo_attainment_per_request'):>7.3f} {theirs('SLO_attainment', '.2f'):>6} | "
