@@ -61,10 +61,10 @@ def test_attention_fits_find_their_own_models() -> None:
     assert found[:2] == pytest.approx([0.8, 1.5e-5], rel=0.02)
 
 
-def test_decode_attention_takes_the_longer_of_cache_and_sequences() -> None:
+def test_decode_attention_adds_cache_sequences_and_launch() -> None:
     # 2039e9 bytes at half the data sheet's bandwidth: 2 s; 10 sequences of 0.1 s: 1 s; and an overhead of 1 s.
     seconds = fit.decode_attention_seconds(np.array([10.0, 30.0]), np.full(2, 2039e9), np.array([0.5, 1.0, 0.1]), A100)
-    assert seconds == pytest.approx([3.0, 4.0])
+    assert seconds == pytest.approx([4.0, 6.0])
 
 
 def test_the_other_fits_find_their_own_models() -> None:
@@ -73,15 +73,9 @@ def test_the_other_fits_find_their_own_models() -> None:
                                           "b": (bytes_, fit.rowwise_seconds(bytes_, 0.8, 3e-6, A100))}, A100)
     assert (shares["a"], shares["b"], overhead_s) == (pytest.approx(0.5, rel=1e-3), pytest.approx(0.8, rel=1e-3),
                                                       pytest.approx(3e-6, rel=1e-2))
-    link = fit.fit_all_reduce(bytes_, fit.all_reduce_seconds(bytes_, 0.6, 5e-6, A100), A100)
-    assert link == pytest.approx([0.6, 5e-6], rel=1e-2)
     share = np.linspace(0.1, 1.0, 10)
     assert fit.fit_bandwidth_curve(share, fit.bandwidth_curve(share, 0.4, 3.0)) == pytest.approx([0.4, 3.0], rel=1e-2)
-
-    def stretch(slope: float, cap: float) -> np.ndarray:
-        return 1 / (share * np.minimum(cap, 1 + slope * (1 - share)))
-
-    assert fit.fit_rate_curve(stretch, stretch(0.4, 1.2)) == pytest.approx([0.4, 1.2], rel=1e-2)
+    assert fit.fit_rate_curve(share, fit.rate_curve(share, 0.4, 1.2)) == pytest.approx([0.4, 1.2], rel=1e-2)
 
 
 def test_the_bandwidth_curve_is_that_of_the_device() -> None:
@@ -109,7 +103,7 @@ def test_the_fit_and_the_device_time_a_gemm_alike() -> None:
 def test_the_shipped_fit_says_what_it_is_and_holds_no_rows() -> None:
     fitted = json.loads((PROFILE / "fit.json").read_text())
     assert fitted["source"] == "fitted"
-    assert fitted["notes"]["parameters"] == sum(fitted["notes"]["parameters_by_family"].values()) == 24
+    assert fitted["notes"]["parameters"] == 21
     errors = fitted["notes"]["errors"]
     assert errors["gemm_left_out:all"]["median"] < 0.05
     assert errors["gemm_left_out:all"]["p90"] < 0.15
@@ -131,5 +125,4 @@ def test_the_script_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
 def test_the_shipped_fit_is_repeatable_to_the_byte(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "experiments/fit_a100.py"), "--data", str(DATA), "--out", str(tmp_path)],
                    check=True, capture_output=True, cwd=ROOT)
-    for name in ("fit.json", "SOURCE.md"):
-        assert (tmp_path / name).read_bytes() == (PROFILE / name).read_bytes()
+    assert (tmp_path / "fit.json").read_bytes() == (PROFILE / "fit.json").read_bytes()
