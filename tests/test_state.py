@@ -88,6 +88,21 @@ def test_preemption_frees_all_and_recomputes_what_was_generated() -> None:
     s.check()
 
 
+@pytest.mark.parametrize(("prompt", "held"), [(15, 1), (16, 1), (17, 2)])
+def test_a_prefilled_request_preempted_before_its_first_decode_gives_back_what_it_holds(prompt: int, held: int) -> None:
+    """Its newest token is not cached: 16 prompt tokens hold one block, though 17 tokens are known."""
+    s = state()
+    s.arrive(Request(0, 0.0, prompt, 1.0))
+    s.arrive(Request(1, 0.0, 1, 1.0))
+    s.begin_prefill(PrefillStep(108, 32, (0, 1)), 0.0)
+    s.finish_prefill(1.0)
+    assert s.kv.used_blocks == held + 1
+    s.begin_decode(DecodeStep(108, preempt=(0,)), 1.0)
+    assert s.kv.used_blocks == 1
+    s.check()
+    assert s.queue.known_tokens.tolist() == [prompt + 1]
+
+
 def test_chunks_and_decodes_in_one_batch() -> None:
     s = state()
     for i in range(2):

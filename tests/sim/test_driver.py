@@ -171,6 +171,14 @@ def test_only_requests_that_are_refused(policy: str) -> None:
     assert (outcome.span_s, outcome.sm_seconds["idle"]) == (1.0, 108.0)
 
 
+@pytest.mark.parametrize(("prompt", "output", "status"), [
+    (4000, 96, "finished"), (4000, 97, "rejected"), (4096, 1, "rejected"), (4095, 1, "finished")])
+def test_the_context_holds_prompt_and_output(prompt: int, output: int, status: str) -> None:
+    """The tiny model's context is 4,096 tokens."""
+    c = config("vllm-512", device__model="tiny")
+    assert simulate(c, workload=workload([(0.0, prompt, output)])).requests["status"].tolist() == [status]
+
+
 @pytest.mark.parametrize("policy", FAMILIES)
 def test_requests_at_one_instant_are_seen_together(policy: str) -> None:
     """Two short prompts at t = 0 share the first batch: the first decision sees both."""
@@ -183,6 +191,30 @@ def test_a_request_that_arrives_as_a_step_ends_joins_the_next() -> None:
     """t 0-1 prompt 0, 1-2 its token 2; request 1 arrives at exactly 2.0, is served 2-3."""
     found = times(run_with(Policy(), [(0.0, 10, 2), (2.0, 10, 1)], device=ONE_SECOND))
     assert found == {0: (1.0, 2.0), 1: (3.0, 3.0)}
+
+
+def test_a_request_preempted_before_its_first_decode_has_its_gap_counted_once() -> None:
+    """Each step takes 1 s. Prompt A 0-1, decode A 1-2, prompt B 2-3, decode A with B preempted 3-4, prompt B and its
+    token again 4-5, decode both 5-6.
+
+    Tokens of A at 1, 2, 4, 6: gaps 1, 2, 2. Tokens of B at 3, 5, 6: gaps 2, 1.
+    """
+
+    class Scripted(Policy):
+        def next_step(self, lane: str, state: SystemState, now_s: float) -> Step | Wait:
+            if now_s in (1.0, 5.0):
+                return HybridStep(108, (), True)
+            if now_s == 3.0:
+                return HybridStep(108, (), True, preempt=(1,))
+            head = state.queue[0]
+            return HybridStep(108, (Chunk(head.id, head.known_tokens, 0),), False)
+
+    outcome = run_with(Scripted(), [(0.0, 10, 4), (1.5, 20, 3)], device=ONE_SECOND)
+    assert sorted(np.repeat(outcome.itl_s, outcome.itl_counts).tolist()) == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert times(outcome) == {0: (1.0, 6.0), 1: (3.0, 6.0)}
+    assert outcome.steps["prefill_tokens"].tolist() == [10, 0, 20, 0, 21, 0]
+    # B waited 1.5-2 and, preempted, 3-4.
+    assert outcome.device["wait_sum_s"] == outcome.device["queue_integral_s"] == 1.5
 
 
 # -------------------------------------------------------------------------------------- the shared board

@@ -7,7 +7,7 @@ from bullet.policies.base import PolicyContext
 from bullet.sim.driver import simulate
 from bullet.state import HYBRID, Chunk, HybridStep, Step, SystemState, Wait
 from bullet.workload import Workload
-from tests.worlds import A100, FixedDevice, config, run_with, times
+from tests.worlds import A100, FixedDevice, config, run, run_with, times
 
 
 class OneAtATime:
@@ -90,3 +90,13 @@ def test_one_request_takes_what_the_device_says() -> None:
         outcome = simulate(config(policy), workload=Workload("w", "w", np.array([2.0]), np.array([prompt]), np.array([output]),
                                                              float(prompt)))
         assert times(outcome)[0] == pytest.approx((2.0 + first, 2.0 + expected), abs=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["static-96", "naive", "bullet", "bullet-literal"])
+def test_one_request_through_two_lanes_takes_what_the_device_says(policy: str) -> None:
+    """I10: eight steps of 4 of the 32 layers, the LM head in the last; then an iteration a token. All on all SMs."""
+    prompt, output = 777, 9
+    first = sum(A100.solo_seconds(A100.prefill_work([(prompt, 0)], 4, logits_seqs=head), 108) for head in [0] * 7 + [1])
+    rest = sum(A100.solo_seconds(A100.decode_work(1, prompt + i), 108) for i in range(1, output))
+    outcome = run(policy, [(2.0, prompt, output)])
+    assert times(outcome)[0] == pytest.approx((2.0 + first, 2.0 + first + rest), abs=1e-9)

@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,18 @@ def configurations(draw: Any, policies: list[str]) -> dict[str, Any]:
     return found
 
 
+@st.composite
+def crowds(draw: Any) -> tuple[list[tuple[float, int, int]], int]:
+    """Requests that grow together in a cache which holds the largest, and a few blocks more: somebody is preempted."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    count = draw(st.integers(2, 14))
+    arrivals = np.cumsum(rng.choice([0.0, 0.001, 0.03], count))
+    rows = [(float(t), int(p), int(o)) for t, p, o in zip(
+        arrivals, rng.integers(1, 120, count), rng.integers(20, 150, count), strict=True)]
+    largest = max(-(-(prompt + output - 1) // 16) for _, prompt, output in rows)
+    return rows, 16 * (largest + draw(st.integers(0, 12)))
+
+
 def check_run(chosen: dict[str, Any], rows: list[tuple[float, int, int]]) -> None:
     c = config(**chosen)
     base = TINY if c.device.model == "tiny" else A100
@@ -88,6 +101,13 @@ def test_one_lane(chosen: dict[str, Any], rows: list[tuple[float, int, int]]) ->
 @given(configurations(TWO_LANES), traces())
 def test_two_lanes(chosen: dict[str, Any], rows: list[tuple[float, int, int]]) -> None:
     check_run(chosen, rows)
+
+
+@many
+@given(configurations(CHUNKED + TWO_LANES), crowds())
+def test_a_crowd_in_a_small_cache(chosen: dict[str, Any], crowd: tuple[list[tuple[float, int, int]], int]) -> None:
+    rows, kv_tokens = crowd
+    check_run({**chosen, "device__kv_tokens": kv_tokens}, rows)
 
 
 @pytest.mark.parametrize("policy", TWO_LANES)
