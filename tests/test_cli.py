@@ -264,3 +264,18 @@ def test_help_teaches_by_example_without_heavy_imports() -> None:
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert text.strip().endswith("[]")
     assert text.count("\n  bullet-sim ") >= 5
+
+
+@pytest.mark.parametrize(("answer", "words"), [
+    ("None", "was answered None: must be a HybridStep or a Wait"), ("DecodeStep(108)", "must be a HybridStep or a Wait"),
+    ("HybridStep(108, (Chunk(999, 5, 0),), False)", "cannot be carried out: KeyError"),
+    ("HybridStep(108, (Chunk(head.id, 0, 0),), False)", "a chunk is empty"), ("HybridStep(108, (), False)", "an empty batch"),
+    ("HybridStep(108, (Chunk(head.id, 10**6, 0),), False)", "runs over its prompt")])
+def test_a_users_policy_that_answers_nonsense_is_told_what(answer: str, words: str, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "odd.py"
+    policy.write_text("from bullet.state import Chunk, DecodeStep, HybridStep, Wait\nclass Odd:\n    lanes = ('hybrid',)\n"
+                      "    def __init__(self, context): pass\n    def observe(self, step, elapsed_s): pass\n"
+                      f"    def next_step(self, lane, state, now_s):\n        head = state.queue[0]\n        return {answer}\n")
+    line = failing(capsys, "run", "--policy", f"{policy}:Odd", *FAST, "--out", str(tmp_path / "o"))
+    assert words in line

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bullet.errors import BulletError, ConfigError
 from bullet.policies.base import Policy, PolicyContext
 
-__all__ = ["POLICIES", "Policy", "PolicyContext", "check_name", "describe", "make_policy", "needs_estimator"]
+__all__ = ["POLICIES", "Policy", "PolicyContext", "check_name", "describe", "is_custom", "make_policy", "needs_estimator"]
 
 
 class Entry(NamedTuple):

@@ -23,7 +23,7 @@ from bullet.config import KV_BLOCK_TOKENS, RunConfig, get_gpu, get_model, resolv
 from bullet.device import DeviceModel, StepWork, kv_capacity_tokens, load_device
 from bullet.errors import ConfigError, NoProgressError
 from bullet.perf import make_estimator
-from bullet.policies import make_policy, needs_estimator
+from bullet.policies import is_custom, make_policy, needs_estimator
 from bullet.policies.base import Policy, PolicyContext
 from bullet.results import RequestTable, RunOutcome, StepTable
 from bullet.sim.gpu import Flight, SimulatedGpu
@@ -143,7 +143,8 @@ class Simulation:
         self.wait_until_s: dict[str, float] = {}
         self.boards = {lane: _Board(self.state.target) for lane in self.lanes}
         self.delay_s = config.device.publish_delay_s
-        self.launched = dict.fromkeys(self.lanes, 0)
+        self.step_type = {PREFILL: PrefillStep, DECODE: DecodeStep, HYBRID: HybridStep}
+        self.custom = is_custom(config.policy.name)
         self.last_sms = dict.fromkeys(self.lanes, 0)
         self.split_changes = 0
         self.steps_ended = 0
@@ -161,10 +162,9 @@ class Simulation:
         self.queue_integral_s = 0.0
         self.queue_since_s = 0.0
         self.wait_sum_s = 0.0
-        self.admissions: dict[int, float] = {}
+        self.admitted: set[int] = set()
         self.stalled = 0
         self.stalled_at = -1.0
-        self.tokens_emitted = 0
         self.preemptions_since_token = 0
         self.waits_since_launch = 0
         self.row_state: dict[str, tuple[Any, ...]] = {}
@@ -285,6 +285,9 @@ class Simulation:
             self.stalled = 0
         if self.wait_until_s:
             self.wait_until_s.pop(lane, None)
+        if type(decision) is not self.step_type[lane] and not isinstance(decision, Wait):
+            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane} was answered {decision!r}: must "
+                              f"be a {self.step_type[lane].__name__} or a Wait")
         if self.two_lanes:
             self._publish(lane, decision, now)
         if isinstance(decision, Wait):
@@ -294,7 +297,13 @@ class Simulation:
                 self.wait_until_s[lane] = decision.until_s
                 self._guard_waits(lane)
             return
-        self._launch(lane, decision, now)
+        try:
+            self._launch(lane, decision, now)
+        except (ArithmeticError, AssertionError, LookupError, TypeError, StopIteration) as exc:
+            if not self.custom:
+                raise  # ours to repair
+            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {decision!r} cannot be carried out: "
+                              f"{type(exc).__name__}: {exc}") from exc
 
     def _publish(self, lane: str, decision: Decision, now: float) -> None:
         published, target = decision.published, decision.target
@@ -333,7 +342,6 @@ class Simulation:
             if self.last_sms[lane]:
                 extra_s = self.config.device.reconfigure_s
             self.last_sms[lane] = step.sms
-        self.launched[lane] += 1
         self.waits_since_launch = 0
         self.gpu.launch(lane, step, work, now, extra_s, self._noise_factor(lane) if self.noise_std else 1.0)
         self.row_state[lane] = (*counts, queue_length, state.kv.used_blocks, *(step.target or state.target))
@@ -363,7 +371,7 @@ class Simulation:
         if step.chunks:
             self._integrate_queue(now)
             state.begin_hybrid(step, now)
-            self._admitted([r for r in state.chunked if r.id not in self.admissions], now)
+            self._admitted([r for r in state.chunked if r.id not in self.admitted], now)
         else:
             state.begin_hybrid(step, now)
         seqs = state.decode.size if step.decode else 0
@@ -372,6 +380,7 @@ class Simulation:
             return self.device.decode_work(seqs, context), (0, seqs, context, 0, state.num_layers)
         pieces = [(new, past) for _, new, past in step.chunks]
         known = {r.id: r.known_tokens for r in state.chunked}
+        assert all(0 < new <= known[i] - past for i, new, past in step.chunks), "a chunk is empty or runs over its prompt"
         logits = seqs + sum(new + past == known[i] for i, new, past in step.chunks)
         work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
         return work, (sum(new for new, _ in pieces), seqs, context, 0, state.num_layers)
@@ -379,7 +388,7 @@ class Simulation:
     def _admitted(self, requests: Any, now: float) -> None:
         for request in requests:
             self.wait_sum_s += now - request.queued_s
-            self.admissions[request.id] = now
+            self.admitted.add(request.id)
 
     def _noise_factor(self, lane: str) -> float:
         """Log-normal, keyed by lane and step index: drawn in order from the lane's own stream."""
@@ -444,7 +453,7 @@ class Simulation:
         """A request is about to be preempted: it ends at another iteration than was filed."""
         self.preemptions_since_token += 1
         request = self.state.decode.requests.get(victim)
-        self.admissions.pop(victim, None)
+        self.admitted.discard(victim)
         if request is None:
             return
         end = request.join_iteration + self.outputs[request.id] - request.generated
@@ -467,7 +476,6 @@ class Simulation:
         if merged:
             self.merged = []
         self.last_iteration_s = now
-        self.tokens_emitted += seqs
         self.preemptions_since_token = 0
 
     def _emit_first(self, request: Request, now: float) -> None:
@@ -476,7 +484,6 @@ class Simulation:
             self.itl_s.append(now - before)
             self.itl_counts.append(1)
         self.emitted_s[request.id] = now
-        self.tokens_emitted += 1
         self.preemptions_since_token = 0
 
     def _close_finished(self, request: Request, now: float) -> None:
