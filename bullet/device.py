@@ -35,6 +35,8 @@ from bullet.state import SplitTable
 PROFILES = Path(__file__).parent / "profiles"
 ANALYTIC_FROM = "a100-80gb"
 """A GPU without a profile takes data-sheet peaks and this GPU's fitted efficiencies; labelled analytic."""
+ROWWISE = ("act", "embedding", "norm", "qk_norm", "rope")
+"""Families of bandwidth-bound kernels that work on rows one by one."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,11 @@ class DeviceCoefficients:
 
     ``gemm_tiles``: (rows, columns, compute efficiency) of the output tiles that the library may pick; it picks the
     fastest for the whole device. ``extra_keys``: keys' worth of work that each query row of prefill attention costs
-    beyond those it attends (tile fill, prologue). ``rate_slope``, ``rate_cap``: per-SM rate is
-    ``min(cap, 1 + slope (1 - busy / N))`` of that with all SMs busy. ``bandwidth_knee``, ``bandwidth_sharpness``:
-    ``((p / N / knee)^-k + 1)^(-1/k)``, normalised to 1 at N. ``contention_loss`` and ``host_gap_s`` are *assumed*.
+    beyond those it attends (tile fill, prologue). ``decode_attention_seq_s``: SM time that decode attention spends on a
+    sequence however short its context, in seconds of the whole device: its compute term. ``rate_slope``, ``rate_cap``:
+    per-SM rate is ``min(cap, 1 + slope (1 - busy / N))`` of that with all SMs busy. ``bandwidth_knee``,
+    ``bandwidth_sharpness``: ``((p / N / knee)^-k + 1)^(-1/k)``, normalised to 1 at N. ``all_reduce_overhead_s``: each of
+    the two a layer, tensor parallel only. ``contention_loss`` and ``host_gap_s`` (per step) are *assumed*.
     """
 
     source: str
@@ -58,7 +62,7 @@ class DeviceCoefficients:
     prefill_attention_overhead_s: float
     decode_attention_bandwidth: float
     decode_attention_overhead_s: float
-    decode_attention_overhead_per_seq_s: float
+    decode_attention_seq_s: float
     rowwise_bandwidth: Mapping[str, float]
     rowwise_overhead_s: float
     rate_slope: float
@@ -68,6 +72,7 @@ class DeviceCoefficients:
     contention_loss: float = 0.2
     host_gap_s: float = 0.0
     link_efficiency: float = 1.0
+    all_reduce_overhead_s: float = 0.0
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -86,23 +91,37 @@ class DeviceCoefficients:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as exc:
             raise ProfileError(f"{path}: cannot be read as a fit ({exc})") from None
-        tiles = raw.pop("gemm_tiles", None) if isinstance(raw, dict) else None
-        if not isinstance(tiles, list) or not tiles or any(len(t) != 3 for t in tiles):
-            raise ProfileError(f"{path}: gemm_tiles must be a list of [rows, columns, efficiency]")
-        raw["gemm_tiles"] = tuple((int(r), int(c), float(e)) for r, c, e in tiles)
+        if not isinstance(raw, dict):
+            raise ProfileError(f"{path}: must hold one JSON object, found {type(raw).__name__}")
         names = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(raw) - set(names))
+        if unknown:
+            raise ProfileError(f"{path}: unknown {', '.join(unknown)}: allowed are {', '.join(sorted(names))}")
         missing = [n for n, f in names.items() if n not in raw and f.default is dataclasses.MISSING
                    and f.default_factory is dataclasses.MISSING]
         if missing:
             raise ProfileError(f"{path}: {', '.join(missing)} missing")
-        unknown = sorted(set(raw) - set(names))
-        if unknown:
-            raise ProfileError(f"{path}: unknown {', '.join(unknown)}")
-        for name, value in raw.items():
-            if isinstance(value, bool) or (name not in ("source", "gemm_tiles", "rowwise_bandwidth", "notes")
-                                           and not isinstance(value, int | float)):
-                raise ProfileError(f"{path}: {name} = {value!r}: must be a number")
+        tiles, rowwise = raw["gemm_tiles"], raw["rowwise_bandwidth"]
+        if not (isinstance(tiles, list) and tiles
+                and all(isinstance(t, list) and len(t) == 3 and all(_positive(x) for x in t) and t[2] <= 1
+                        and all(isinstance(x, int) for x in t[:2]) for t in tiles)):
+            raise ProfileError(f"{path}: gemm_tiles must be a list of [rows, columns, efficiency in (0, 1]]")
+        if not (isinstance(rowwise, dict) and set(rowwise) == set(ROWWISE)
+                and all(_positive(x) and x <= 1 for x in rowwise.values())):
+            raise ProfileError(f"{path}: rowwise_bandwidth must give {', '.join(ROWWISE)}, each in (0, 1]")
+        if not isinstance(raw["source"], str) or not isinstance(raw.get("notes", {}), dict):
+            raise ProfileError(f"{path}: source must be text and notes an object")
+        for name in set(raw) - {"source", "gemm_tiles", "rowwise_bandwidth", "notes"}:
+            value = raw[name]
+            zero_ok = name.endswith(("_s", "_keys", "_slope", "_loss"))  # the others divide
+            if not (_positive(value) or (zero_ok and value == 0 and not isinstance(value, bool))):
+                raise ProfileError(f"{path}: {name} = {value!r}: must be finite and {'0 or more' if zero_ok else 'positive'}")
+        raw["gemm_tiles"] = tuple((r, c, float(e)) for r, c, e in tiles)
         return cls(**raw)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 # ------------------------------------------------------------------------------------------ step work
@@ -176,9 +195,15 @@ class DeviceModel:
         self._query_bytes = empty.bytes
         self._context_bytes = one.bytes - empty.bytes
         self._context_flops = one.flops
+        # Both attentions are linear in a few counts: take the slopes from work.py and build no kernel objects per step.
+        new, chunk = (work_model.prefill_attention(model, [(1, past)], tensor_parallel) for past in (0, 1))
+        self._pair_flops = new.flops
+        self._chunk_context_bytes = chunk.bytes - new.bytes
+        self._chunk_new_bytes = new.bytes - self._chunk_context_bytes
+        self._chunk_heads = new.blocks
         self._decode_bytes_per_s = gpu.mem_bytes_per_s * c.decode_attention_bandwidth
         self._decode_fixed_s = c.decode_attention_overhead_s
-        self._decode_fixed_per_seq_s = c.decode_attention_overhead_per_seq_s
+        self._decode_seq_s = c.decode_attention_seq_s
         self._host_gap_s = c.host_gap_s
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
@@ -200,8 +225,8 @@ class DeviceModel:
         layers = self.model.num_layers
         moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
         return StepWork(
-            layers, dense, head, ((0.0, 0, moved / self._decode_bytes_per_s),),
-            self._decode_fixed_s + self._decode_fixed_per_seq_s * num_seqs, self._host_gap_s,
+            layers, dense, head, ((self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
+            self._decode_fixed_s, self._host_gap_s,
             layers * (dense.flops + self._context_flops * context_tokens) + head.flops,
             layers * (dense.bytes + moved) + head.bytes)
 
@@ -214,25 +239,30 @@ class DeviceModel:
               logits_seqs: int) -> StepWork:
         if not pieces and layers == self.model.num_layers and logits_seqs == num_seqs:
             return self.decode_work(num_seqs, context_tokens)
-        c, tp = self.coefficients, self.tensor_parallel
+        c = self.coefficients
         tokens = num_seqs
         attention: tuple[_Term, ...] = ()
         fixed_s = 0.0
         attention_flops = attention_bytes = 0.0
         if pieces:
-            for new, _ in pieces:
+            pairs, context, tiles = 0.0, 0, 0
+            for new, past in pieces:
                 tokens += new
-            kernel = work_model.prefill_attention(self.model, pieces, tp)
-            extra = 4.0 * self.model.num_heads / tp * self.model.head_dim * c.prefill_attention_extra_keys
-            flops = kernel.flops + extra * (tokens - num_seqs)
-            block_s = flops / kernel.blocks * self._op_s / c.prefill_attention_efficiency
-            attention = ((block_s, kernel.blocks, kernel.bytes / self._peak_bytes_per_s),)
+                context += new + past
+                pairs += new * (past + (new + 1) / 2)
+                tiles += -(-new // work_model.ATTENTION_TILE_ROWS)
+            attention_flops = self._pair_flops * pairs
+            attention_bytes = self._chunk_new_bytes * (tokens - num_seqs) + self._chunk_context_bytes * context
+            blocks = tiles * self._chunk_heads
+            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * (tokens - num_seqs))
+            block_s = padded / blocks * self._op_s / c.prefill_attention_efficiency
+            attention = ((block_s, blocks, attention_bytes / self._peak_bytes_per_s),)
             fixed_s += c.prefill_attention_overhead_s
-            attention_flops, attention_bytes = kernel.flops, kernel.bytes
         if num_seqs:
             moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
-            attention = (*attention, (0.0, 0, moved / self._decode_bytes_per_s))
-            fixed_s += self._decode_fixed_s + self._decode_fixed_per_seq_s * num_seqs
+            # Split-KV cuts a sequence into as many blocks as fill the device: N a sequence, so waves do not show.
+            attention = (*attention, (self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s))
+            fixed_s += self._decode_fixed_s
             attention_flops += self._context_flops * context_tokens
             attention_bytes += moved
         dense = self._dense_row(tokens)
@@ -253,8 +283,14 @@ class DeviceModel:
             extra_s = 0.0
             if tp > 1:
                 sent = work_model.all_reduce_bytes(self.model, tokens, tp)
-                extra_s = sent / (self.gpu.link_bytes_per_s * self.coefficients.link_efficiency)
+                extra_s = (sent / (self.gpu.link_bytes_per_s * self.coefficients.link_efficiency)
+                           + 2 * self.coefficients.all_reduce_overhead_s)
             row = self._row(kernels, extra_s)
+            # The embedding runs once a step; a layer carries its share, so that a prefill cut by layers adds up.
+            c, once = self.coefficients, work_model.embedding_bytes(self.model, tokens)
+            row.row_s += once / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth["embedding"]) / self.model.num_layers
+            row.fixed_s += c.rowwise_overhead_s / self.model.num_layers
+            row.bytes += once / self.model.num_layers
             if self.cache:
                 self._dense[tokens] = row
         return row
@@ -283,11 +319,15 @@ class DeviceModel:
         return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
 
     def _gemm_term(self, kernel: work_model.KernelWork) -> _Term:
-        """The tile that is fastest on the whole device: the library chooses without knowing of partitions."""
+        """The tile that is fastest on the whole device: the library chooses without knowing of partitions.
+
+        Where bytes bound several tiles alike (decode), the one with the least arithmetic: a wide tile, mostly empty,
+        would wait for bandwidth on all SMs and for its own padding on a few.
+        """
         c = self.coefficients
         moved_s = kernel.bytes / (self.gpu.mem_bytes_per_s * c.gemm_bandwidth)
         best: _Term = (0.0, 0, 0.0)
-        best_s = float("inf")
+        best_s = (float("inf"), 0.0)
         # Mixture of experts: rows are spread over experts, each padded to its own tiles.
         whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
@@ -297,7 +337,8 @@ class DeviceModel:
             else:
                 blocks = max(1, round(groups * -(-kernel.rows // rows) * -(-kernel.columns // columns)))
             block_s = 2.0 * rows * columns * kernel.k * self._op_s / efficiency + c.gemm_block_overhead_s
-            seconds = max(-(-blocks // self.num_sms) * block_s, moved_s)
+            compute_s = -(-blocks // self.num_sms) * block_s
+            seconds = (max(compute_s, moved_s), compute_s)
             if seconds < best_s:
                 best, best_s = (block_s, blocks, moved_s), seconds
         return best

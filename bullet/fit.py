@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bullet.config import GpuSpec
 from bullet.errors import ProfileError
+from bullet.work import ATTENTION_TILE_ROWS
 
 Array = NDArray[np.float64]
 
@@ -100,10 +101,12 @@ def fit_gemm(rows: Sequence[Gemm], gpu: GpuSpec, waves: bool = True) -> Array:
     low, high = (0.2,) * 4 + (0.3, 0.0, 0.0), (1.0,) * 4 + (1.0, 3e-5, 3e-5)
 
     def residual(parameters: Array) -> Array:
-        return np.log(gemm_seconds(rows, parameters, gpu, waves) / seconds)
+        off: Array = np.log(gemm_seconds(rows, parameters, gpu, waves) / seconds)
+        return off
 
     found = [_solve(residual, start, low, high) for start in starts]
-    return min(found, key=lambda p: float(np.mean(np.abs(residual(p)))))
+    best: Array = min(found, key=lambda p: float(np.mean(np.abs(residual(p)))))
+    return best
 
 
 def rowwise_seconds(bytes_: Array, share: float, overhead_s: float, gpu: GpuSpec) -> Array:
@@ -130,7 +133,7 @@ def prefill_attention_seconds(batch: Array, tokens: Array, heads: int, head_dim:
     """Causal attention of ``batch`` prompts of ``tokens``: efficiency, extra keys a row, overhead."""
     efficiency, extra_keys, overhead_s = parameters
     flops = 4.0 * heads * head_dim * batch * tokens * ((tokens + 1) / 2 + extra_keys)
-    blocks = np.ceil(tokens / 128) * heads * batch
+    blocks = np.ceil(tokens / ATTENTION_TILE_ROWS) * heads * batch
     block_s = flops / blocks * gpu.num_sms / gpu.peak_flops / efficiency
     seconds: Array = np.ceil(blocks / gpu.num_sms) * block_s + overhead_s
     return seconds
@@ -146,9 +149,9 @@ def fit_prefill_attention(batch: Array, tokens: Array, seconds: Array, heads: in
 
 
 def decode_attention_seconds(batch: Array, bytes_: Array, parameters: Array, gpu: GpuSpec) -> Array:
-    """Bandwidth share, overhead, overhead a sequence."""
-    share, overhead_s, per_seq_s = parameters
-    seconds: Array = bytes_ / (gpu.mem_bytes_per_s * share) + overhead_s + per_seq_s * batch
+    """Bandwidth share, overhead, SM time a sequence: the longer of moving the cache and working off the sequences."""
+    share, overhead_s, seq_s = parameters
+    seconds: Array = np.maximum(bytes_ / (gpu.mem_bytes_per_s * share), seq_s * batch) + overhead_s
     return seconds
 
 
@@ -156,26 +159,33 @@ def fit_decode_attention(batch: Array, bytes_: Array, seconds: Array, gpu: GpuSp
     """Three parameters."""
     check_peaks("generation attention table", np.zeros_like(bytes_), bytes_, seconds, gpu)
     return _solve(lambda p: np.log(decode_attention_seconds(batch, bytes_, p, gpu) / seconds),
-                  (0.7, 1.2e-5, 2e-7), (0.2, 0.0, 0.0), (1.0, 1e-4, 5e-6))
+                  (0.7, 1.2e-5, 3e-7), (0.2, 0.0, 0.0), (1.0, 1e-4, 5e-6))
 
 
 def bandwidth_curve(share: Array, knee: float, sharpness: float) -> Array:
     """Share of full bandwidth on a share of the SMs, 1 at 1."""
-    curve: Array = ((share / knee) ** -sharpness + 1) ** (-1 / sharpness)
-    return curve / ((1 / knee) ** -sharpness + 1) ** (-1 / sharpness)
+    curve: Array = ((share / knee) ** -sharpness + 1) ** (-1 / sharpness) / (
+        (1 / knee) ** -sharpness + 1) ** (-1 / sharpness)
+    return curve
 
 
 def fit_bandwidth_curve(share: Array, relative: Array) -> Array:
     """Knee (share of SMs) and sharpness, from bandwidth relative to the full device."""
-    return _solve(lambda p: np.log(bandwidth_curve(share, *p) / relative), (0.25, 3.0), (0.02, 0.5), (1.0, 20.0))
+    return _solve(lambda p: np.log(bandwidth_curve(share, *p) / relative), (0.35, 3.0), (0.02, 0.5), (1.0, 20.0))
 
 
-def rate_curve(share: Array, slope: float, cap: float) -> Array:
-    """Per-SM rate against the share of busy SMs, 1 at 1."""
-    curve: Array = np.minimum(cap, 1 + slope * (1 - share))
-    return curve
+def fit_rate_curve(stretch: Callable[[float, float], Array], measured: Array) -> Array:
+    """Slope and cap of the per-SM rate; ``stretch(slope, cap)``: the device's prefill seconds relative to all SMs."""
+    return _solve(lambda p: np.log(stretch(*p) / measured), (0.3, 1.2), (0.0, 1.0), (2.0, 2.0))
 
 
-def fit_rate_curve(share: Array, rate: Array) -> Array:
-    """Slope and cap."""
-    return _solve(lambda p: np.log(rate_curve(share, *p) / rate), (0.3, 1.2), (0.0, 1.0), (2.0, 2.0))
+def all_reduce_seconds(sent_bytes: Array, efficiency: float, overhead_s: float, gpu: GpuSpec) -> Array:
+    """Ring traffic of each GPU over its link, and a fixed cost."""
+    seconds: Array = sent_bytes / (gpu.link_bytes_per_s * efficiency) + overhead_s
+    return seconds
+
+
+def fit_all_reduce(sent_bytes: Array, seconds: Array, gpu: GpuSpec) -> Array:
+    """Link efficiency and overhead."""
+    return _solve(lambda p: np.log(all_reduce_seconds(sent_bytes, p[0], p[1], gpu) / seconds),
+                  (0.5, 1e-5), (0.05, 0.0), (1.0, 1e-4))

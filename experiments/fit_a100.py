@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import gzip
 import sys
 from pathlib import Path
@@ -16,17 +17,26 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from bullet import fit
-from bullet.config import get_gpu, get_model
+from bullet.config import ModelSpec, get_gpu, get_model
 from bullet.device import DeviceCoefficients, DeviceModel
 from bullet.errors import BulletError, ProfileError
-from bullet.work import dense_kernels
+from bullet.work import dense_kernels, embedding_bytes
 
 GPU, MODEL = get_gpu("a100-80gb"), get_model("llama-3.1-8b")
 VIDUR_GEMMS = {"attn_pre_proj": "qkv", "attn_post_proj": "o", "mlp_up_proj": "gate_up", "mlp_down_proj": "down"}
 # Vidur's norms are not fused with the residual; engines fuse it today. No row measures the fused kernel: it is taken to
 # last as long as Vidur's norm (its bytes, four hidden states, at the share that gives this time), and Vidur's separate
 # "add" is left out.
-VIDUR_ROWS = {"input_layernorm": "norm", "post_attention_layernorm": "norm", "attn_rope": "rope", "mlp_act": "act"}
+VIDUR_ROWS = {"input_layernorm": "norm", "post_attention_layernorm": "norm", "attn_rope": "rope", "mlp_act": "act",
+              "emb": "embedding"}
+
+
+PARAMETERS = {"gemm": 7, "rowwise": 5, "prefill_attention": 3, "decode_attention": 3, "all_reduce": 2,
+              "bandwidth_against_sms": 2, "rate_against_sms": 2}
+ASSUMED = ["contention_loss 0.2", "host_gap_s 0", "qk_norm bandwidth (as norm)",
+           "lm_head extrapolates the GEMM family (128256 columns: no measured row)",
+           "norm with fused residual lasts as long as the unfused norm that was measured",
+           "every family follows attention's curve of bandwidth against SMs", "the sampler costs nothing: no measured row"]
 
 
 def median_of(table: dict[str, list[float]], column: str, keep: np.ndarray) -> np.ndarray:
@@ -53,37 +63,104 @@ def attention_rows(data: Path, source: str, kind: str) -> tuple[np.ndarray, np.n
             np.array([r["latency"] * 1e-3 for r in rows]))
 
 
-def sm_axis(data: Path) -> tuple[np.ndarray, dict[str, object]]:
-    """Rate and bandwidth against SMs: coefficients only leave this function (sources state no licence)."""
+# What MuxServe ran: multi-head attention, no GQA (public config.json of each).
+SWEPT = {"7b": ModelSpec("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, 2048),
+         "13b": ModelSpec("llama-13b", 40, 5120, 13824, 40, 40, 128, 32000, 2048)}
+PERCENTS = (30, 40, 50, 60, 70, 80, 90)
+Sweep = dict[tuple[int, int], dict[int, float]]
+"""(batch, sequence length) -> MPS percent of SMs -> seconds."""
+
+
+def sweep(data: Path, size: str, phase: str) -> Sweep:
+    """Shapes that MuxServe measured at every share of SMs."""
     with gzip.open(data / "unlicensed/muxserve_a100_80gb_mps_sweep_7b_13b_tp1.csv.gz", "rt") as file:
-        rows = [r for r in csv.DictReader(file) if r["model"].endswith("7b") and float(r["prefill_ms"]) > 0]
-    by_shape: dict[tuple[int, int], dict[int, float]] = {}
+        rows = [r for r in csv.DictReader(file) if r["model"].endswith("-" + size) and float(r[f"{phase}_ms"]) > 0]
+    found: Sweep = {}
     for r in rows:
-        shape = (int(r["batch_size"]), int(r["seq_len"]))
-        if shape[0] * shape[1] >= 2048:  # smaller prefills sit on the host's floor
-            by_shape.setdefault(shape, {})[int(float(r["mps_sm_percent"]))] = float(r["prefill_ms"])
-    shares = sorted({p for times in by_shape.values() for p in times})
-    stretch = np.array([np.median([t[p] / t[100] for t in by_shape.values() if p in t and 100 in t]) for p in shares])
-    share = np.array(shares) / 100
-    rate = fit.fit_rate_curve(share, 1 / (share * stretch))
+        found.setdefault((int(r["batch_size"]), int(r["seq_len"])), {})[int(float(r["mps_sm_percent"]))] = \
+            float(r[f"{phase}_ms"]) * 1e-3
+    return {shape: times for shape, times in sorted(found.items()) if len(times) == len(PERCENTS) + 1}
+
+
+def attention_bandwidth(decode: Sweep) -> np.ndarray:
+    """KV bandwidth at each share relative to all SMs: a long context's step less a short one's, same batch.
+
+    The difference is attention alone: weights, sampling and the host's time cancel.
+    """
+    relative = []
+    for batch in sorted({b for b, _ in decode if b >= 32}):  # below, the difference is a millisecond and rounding shows
+        short, *_, long = sorted(length for b, length in decode if b == batch)
+        more = {p: decode[batch, long][p] - decode[batch, short][p] for p in (*PERCENTS, 100)}
+        relative.append([more[100] / more[p] for p in PERCENTS])
+    return np.median(np.array(relative), axis=0)
+
+
+def stretch_of(device: DeviceModel, shapes: list[tuple[int, int]], decode: bool = False) -> np.ndarray:
+    """Simulated seconds at each share relative to all SMs; shape (shapes, shares)."""
+    n, rows = device.num_sms, []
+    for batch, length in shapes:
+        work = (device.decode_work(batch, batch * (length + 1)) if decode
+                else device.prefill_work([(length, 0)] * batch, device.model.num_layers, logits_seqs=batch))
+        rows.append([device.solo_seconds(work, round(n * p / 100)) / device.solo_seconds(work, n) for p in PERCENTS])
+    return np.array(rows)
+
+
+def measured_stretch(times: Sweep) -> np.ndarray:
+    """As :func:`stretch_of`."""
+    return np.array([[t[p] / t[100] for p in PERCENTS] for t in times.values()])
+
+
+def sm_axis(data: Path, alone: DeviceCoefficients) -> tuple[DeviceCoefficients, dict[str, dict[str, float]]]:
+    """Bandwidth and rate against SMs; only coefficients leave this function (the sources state no licence).
+
+    Fitted on MuxServe's 7B, checked on its 13B. Bandwidth comes from attention's own reads: a copy kernel (lithos)
+    draws more on few SMs than serving's kernels do, and is printed beside it.
+    """
+    share = np.array(PERCENTS) / 100
+    decode = {size: sweep(data, size, "decode") for size in SWEPT}
+    # Prefills under 2,048 tokens sit on the host's floor of 13-14 ms; above it launches run ahead of the device.
+    prefill = {size: {k: v for k, v in sweep(data, size, "prefill").items() if k[0] * k[1] >= 2048} for size in SWEPT}
+    knee, sharpness = (round(float(x), 6) for x in fit.fit_bandwidth_curve(share, attention_bandwidth(decode["7b"])))
+    curved = dataclasses.replace(alone, bandwidth_knee=knee, bandwidth_sharpness=sharpness)
+
+    def device(size: str, coefficients: DeviceCoefficients) -> DeviceModel:
+        return DeviceModel(SWEPT[size], GPU, coefficients)
+
+    def stretch(slope: float, cap: float) -> np.ndarray:
+        trial = device("7b", dataclasses.replace(curved, rate_slope=slope, rate_cap=cap))
+        return np.median(stretch_of(trial, list(prefill["7b"])), axis=0)
+
+    slope, cap = (round(float(x), 6) for x in
+                  fit.fit_rate_curve(stretch, np.median(measured_stretch(prefill["7b"]), axis=0)))
+    whole = dataclasses.replace(curved, rate_slope=slope, rate_cap=cap)
     with open(data / "unlicensed/lithos_repro_a100_pcie_tpc_sweep.csv", encoding="utf-8") as file:
-        points = [r for r in csv.DictReader(file) if int(r["op_index_aligned"]) == 18]
-    tpc_key = next(k for k in points[0] if "tpc" in k.lower())
-    time_key = next(k for k in points[0] if "ms" in k.lower() or "us" in k.lower() or "lat" in k.lower())
-    tpcs = np.array([float(r[tpc_key]) for r in points])
-    times = np.array([float(r[time_key]) for r in points])
-    order = np.argsort(tpcs)
-    tpcs, times = tpcs[order], times[order]
-    relative = times[-1] / times
-    odd = np.arange(len(tpcs)) % 2 == 0
-    trial = fit.fit_bandwidth_curve(tpcs[odd] / 54, relative[odd])
-    curve = fit.fit_bandwidth_curve(tpcs / 54, relative)
-    errors = {
-        "rate_against_sms": fit.FitError.of(fit.rate_curve(share, *rate), 1 / (share * stretch)).as_dict(),
-        "bandwidth_against_sms_left_out":
-            fit.FitError.of(fit.bandwidth_curve(tpcs[~odd] / 54, *trial), relative[~odd]).as_dict(),
-    }
-    return np.concatenate((rate, curve)), errors
+        copy = {int(r["sm_count"]): float(r["ema_us_at_seen151"]) for r in csv.DictReader(file)
+                if r["op_index_aligned"] == "18"}
+    copied = np.array([n / GPU.num_sms for n in sorted(copy)])
+    errors: dict[str, dict[str, float]] = {}
+    for size, label in (("7b", "fitted"), ("13b", "left_out")):
+        errors[f"attention_bandwidth_against_sms_{label}:{size}"] = fit.FitError.of(
+            fit.bandwidth_curve(share, knee, sharpness), attention_bandwidth(decode[size])).as_dict()
+        errors[f"prefill_stretch_{label}:{size}"] = fit.FitError.of(
+            stretch_of(device(size, whole), list(prefill[size])).ravel(), measured_stretch(prefill[size]).ravel()).as_dict()
+        seen = "partly_seen" if size == "7b" else "left_out"
+        errors[f"decode_step_stretch_{seen}:{size}"] = fit.FitError.of(
+            stretch_of(device(size, whole), list(decode[size]), True).ravel(),
+            measured_stretch(decode[size]).ravel()).as_dict()
+    errors["bandwidth_against_sms_of_a_copy_kernel_unfitted"] = fit.FitError.of(
+        fit.bandwidth_curve(copied, knee, sharpness),
+        np.array([copy[GPU.num_sms] / copy[n] for n in sorted(copy)])).as_dict()
+    return whole, errors
+
+
+def all_reduces(data: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes that each GPU sends, seconds) of vLLM's all-reduce under CUDA graphs, 2 to 8 A100s, to 64 MB."""
+    rows = pq.read_table(data / "kernels/aiconfigurator/a100_sxm__vllm_0.14.0__custom_allreduce_perf.parquet").to_pylist()
+    # Message sizes are in elements of two bytes: only so do they agree with Vidur's table, which is in bytes.
+    rows = [(2 * (r["num_gpus"] - 1) / r["num_gpus"] * r["message_size"] * 2, r["latency"] * 1e-3, r["num_gpus"])
+            for r in rows if r["backend"] == "vllm_graph" and r["message_size"] <= 2**25]
+    rows.sort()
+    return np.array([r[0] for r in rows], dtype=float), np.array([r[1] for r in rows])
 
 
 def main() -> int:
@@ -93,7 +170,7 @@ def main() -> int:
     args = parser.parse_args()
     if not (args.data / "kernels").is_dir():
         raise ProfileError(f"{args.data}: no folder kernels/ with the measured tables there; give it by --data")
-    errors: dict[str, object] = {}
+    errors: dict[str, dict[str, float]] = {}
 
     tokens, table, keep = vidur(args.data)
     gemms, train = [], []
@@ -113,14 +190,16 @@ def main() -> int:
 
     families: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for column, name in VIDUR_ROWS.items():
-        kernel = next(k for k in dense_kernels(MODEL, 1) if k.name == name)
-        families.setdefault(name, []).append((tokens * kernel.bytes, median_of(table, column, keep), split(tokens)))
+        moved_bytes = (embedding_bytes(MODEL, 1) if name == "embedding"
+                       else next(k.bytes for k in dense_kernels(MODEL, 1) if k.name == name))
+        families.setdefault(name, []).append((tokens * moved_bytes, median_of(table, column, keep), split(tokens)))
     joined = {name: tuple(np.concatenate(part) for part in zip(*parts, strict=True))
               for name, parts in families.items()}
     shares, overhead_s = fit.fit_rowwise({n: (b[u], s[u]) for n, (b, s, u) in joined.items()}, GPU)
     for name, (moved, seconds, use) in joined.items():
-        errors[f"rowwise_left_out:{name}"] = fit.FitError.of(
-            fit.rowwise_seconds(moved[~use], shares[name], overhead_s, GPU), seconds[~use]).as_dict()
+        for label, rest in (("", ~use), ("_from_20_us", ~use & (seconds >= 20e-6))):
+            errors[f"rowwise_left_out{label}:{name}"] = fit.FitError.of(
+                fit.rowwise_seconds(moved[rest], shares[name], overhead_s, GPU), seconds[rest]).as_dict()
     shares, row_overhead_s = fit.fit_rowwise({n: (b, s) for n, (b, s, _) in joined.items()}, GPU)
     shares["qk_norm"] = shares["norm"]  # no measured row
 
@@ -152,10 +231,15 @@ def main() -> int:
     errors["decode_attention_against_sglang_0.5.10"] = fit.FitError.of(fit.decode_attention_seconds(
         other[0], moved_by(other[0], other[1]), generation, GPU), other[2]).as_dict()
 
-    axis, axis_errors = sm_axis(args.data)
-    errors |= axis_errors
-    unit = [round(float(x), 6) for x in (*gemm[:5], *context[:2], generation[0], *axis)]
-    coefficients = DeviceCoefficients(
+    sent, seconds = all_reduces(args.data)
+    use = split(sent)
+    trial = fit.fit_all_reduce(sent[use], seconds[use], GPU)
+    errors["all_reduce_left_out"] = fit.FitError.of(
+        fit.all_reduce_seconds(sent[~use], *trial, GPU), seconds[~use]).as_dict()
+    link = fit.fit_all_reduce(sent, seconds, GPU)
+
+    unit = [round(float(x), 6) for x in (*gemm[:5], *context[:2], generation[0], link[0])]
+    alone = DeviceCoefficients(
         source="fitted",
         gemm_tiles=tuple((r, c, unit[i]) for i, (r, c) in enumerate(fit.TILES)),
         gemm_bandwidth=unit[4], gemm_overhead_s=round(float(gemm[5]), 10),
@@ -163,21 +247,76 @@ def main() -> int:
         prefill_attention_efficiency=unit[5], prefill_attention_extra_keys=unit[6],
         prefill_attention_overhead_s=round(float(context[2]), 10),
         decode_attention_bandwidth=unit[7], decode_attention_overhead_s=round(float(generation[1]), 10),
-        decode_attention_overhead_per_seq_s=round(float(generation[2]), 12),
+        decode_attention_seq_s=round(float(generation[2]), 12),
         rowwise_bandwidth={name: round(share, 6) for name, share in sorted(shares.items())},
         rowwise_overhead_s=round(row_overhead_s, 10),
-        rate_slope=unit[8], rate_cap=unit[9], bandwidth_knee=unit[10], bandwidth_sharpness=unit[11],
-        notes={"errors": errors, "parameters": 4 + 3 + 3 + 3 + 4 + 4,
-               "assumed": ["contention_loss", "host_gap_s", "link_efficiency", "qk_norm bandwidth",
-                           "lm_head extrapolates the GEMM family (128256 columns: no measured row)"]},
+        rate_slope=0.0, rate_cap=1.0, bandwidth_knee=1.0, bandwidth_sharpness=1.0,
+        link_efficiency=unit[8], all_reduce_overhead_s=round(float(link[1]), 10),
     )
+    whole, axis_errors = sm_axis(args.data, alone)
+    errors |= axis_errors
+    coefficients = dataclasses.replace(
+        whole, notes={"errors": errors, "parameters": sum(PARAMETERS.values()), "parameters_by_family": PARAMETERS,
+                      "assumed": ASSUMED})
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
+    (args.out / "SOURCE.md").write_text(source_page(errors), encoding="utf-8")
     for name, error in errors.items():
         print(f"{name:<50} {error}")
     cross_checks(coefficients)
     print(f"wrote {args.out / 'fit.json'}")
     return 0
+
+
+SOURCE = """\
+# A100-80GB, Llama-3.1-8B: where fit.json comes from
+
+Written by `python experiments/fit_a100.py --data <folder with the tables>`; the same tables give the same bytes.
+{parameters} parameters. Nothing is fitted to serving results, least of all to the paper's.
+
+| coefficients | fitted on | licence |
+|---|---|---|
+| GEMM tiles, bandwidth, overheads (7) | microsoft/vidur `data/profiling/compute/a100/meta-llama/Meta-Llama-3-8B/mlp.csv`, \
+commit 7d47513363ec447a741ac5e47241580b47724fbf, TP 1, fp16, medians | MIT |
+| norm, rotary, activation, embedding (5) | the same table | MIT |
+| prefill attention (3) | ai-dynamo/aiconfigurator `a100_sxm/attention/vllm/0.14.0` context_attention_perf, 32/8/128 heads, \
+commit 095f58a51c4ca8e61b66ec108d86f223f8d559ce | Apache-2.0 |
+| decode attention (3) | the same source, generation_attention_perf | Apache-2.0 |
+| all-reduce (2), tensor parallel only | the same source, `comm/vllm/0.14.0` custom_allreduce_perf, CUDA-graph rows, 2-8 GPUs, \
+to 64 MB | Apache-2.0 |
+| bandwidth against SMs (2) | hao-ai-lab/MuxServe `examples/placement/llama.json`, commit \
+223148033454e4740f4b4617c72910c370a5604b: 7B decode steps under MPS shares, long context less short. No licence stated: \
+coefficients only, no rows | - |
+| per-SM rate against busy SMs (2) | the same: 7B prefills of 2,048 tokens or more | - |
+
+Compared, not fitted: AureliusJustin/lithos-reproduction, commit 4d7fb0460efad929711bade1b157cabbb14f120c, a 64 MiB scale under
+TPC masks on an A100 PCIe (licence not seen; no rows shipped).
+
+## Errors
+Relative, of seconds. *left out*: rows that this fit did not see (kernel tables: every other token count, context or message
+size; the shipped coefficients are then fitted on all rows). *partly seen*: the bandwidth curve saw differences of some of
+these rows.
+
+| what | rows | median % | P90 % | worst % |
+|---|---|---|---|---|
+"""
+AFTER = """
+Reading them: elementwise kernels under 20 us (up to some 500 tokens) are launches and L2 traffic, timed to whole
+microseconds: their rows are the bad ones, and sum to under 0.3 ms a step. Prefill attention under 128 tokens pads its
+tiles, which the model does not. Two libraries' attention differ by more than either fit does (the `against_sglang` lines). An
+all-reduce changes algorithm with size; one line through all of them is rough. A copy kernel draws far more bandwidth on few
+SMs than serving's kernels do, hence the curve is fitted on the latter.
+
+## No measured row: extrapolated or assumed
+"""
+
+
+def source_page(errors: dict[str, dict[str, float]]) -> str:
+    """``SOURCE.md``: attribution, what was fitted on what, errors."""
+    lines = [SOURCE.format(parameters=sum(PARAMETERS.values()))]
+    lines += [f"| {name.replace(':', ', ')} | {e['rows']} | " + " | ".join(
+        f"{100 * e[key]:.1f}" for key in ("median", "p90", "worst")) + " |\n" for name, e in errors.items()]
+    return "".join([*lines, AFTER, *(f"- {text}\n" for text in ASSUMED)])
 
 
 def cross_checks(coefficients: DeviceCoefficients) -> None:
@@ -192,9 +331,14 @@ def cross_checks(coefficients: DeviceCoefficients) -> None:
     print(f"  decode step, batch 8, context 96:   {device.solo_seconds(device.decode_work(8, 8 * 96), n) * 1e3:7.1f} | "
           "12.3 (vLLM CI), 13.2-14.1 (SGLang, vLLM at 4 req/s; host included), about 11 (sum of kernels)")
     print(f"  prefill 16 x 1024:                  {prefill([(1024, 0)] * 16):7.1f} | 1042 (Argonne), 1090 (Vidur)")
+    # Vidur's sums hold no attention and no LM head: leave both out here too.
+    bare = DeviceModel(MODEL, GPU, dataclasses.replace(coefficients, prefill_attention_efficiency=1e9,
+                                                       prefill_attention_overhead_s=0.0))
     for tokens, vidur_ms in ((1024, 75.1), (2048, 141.8), (4096, 272.9)):
-        print(f"  prefill {tokens:>5}:                      {prefill([(tokens, 0)]):7.1f} | {vidur_ms} "
-              "(Vidur's layers without attention, unfused adds included)")
+        dense_ms = bare.solo_seconds(bare.prefill_work([(tokens, 0)], MODEL.num_layers, logits_seqs=0), n) * 1e3
+        print(f"  prefill {tokens:>5}, no attention or head: {dense_ms:7.1f} | {vidur_ms} (Vidur's layers, unfused adds included); "
+              f"whole: {prefill([(tokens, 0)]):.1f}")
+
 
 
 if __name__ == "__main__":

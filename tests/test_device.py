@@ -1,6 +1,8 @@
 """The simulated device on made-up coefficients whose seconds can be worked out by hand."""
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bullet import work
 from bullet.config import GPUS, MODELS, DeviceConfig, GpuSpec, ModelSpec
 from bullet.device import DeviceCoefficients, DeviceModel, StepWork, _Row, kv_capacity_tokens, load_device
 from bullet.errors import ConfigError, ProfileError
@@ -17,7 +20,8 @@ from bullet.state import SplitTable
 GPU = GpuSpec("toy", 10, 1000.0, 100.0, 10**6, 0, (8, 0), 1.0, 5, "made up")
 MODEL = ModelSpec("toy", 2, 8, 16, 4, 2, 2, 32, 64)
 PLAIN = DeviceCoefficients(
-    "fitted", ((128, 256, 1.0),), 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, {"norm": 1.0, "rope": 1.0, "act": 1.0}, 0.0,
+    "fitted", ((128, 256, 1.0),), 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0,
+    {"norm": 1.0, "rope": 1.0, "act": 1.0, "embedding": 1.0}, 0.0,
     rate_slope=0.0, rate_cap=1.0, bandwidth_knee=1.0, bandwidth_sharpness=1.0, contention_loss=0.0)
 REAL = load_device(DeviceConfig())
 
@@ -165,13 +169,129 @@ def test_a_device_says_where_its_numbers_come_from() -> None:
     assert "not measured on this GPU" in h100.coefficients.notes["basis"]
 
 
-def test_coefficients_round_trip_and_refuse_strangers(tmp_path: Path) -> None:
+def test_coefficients_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
     path.write_text(REAL.coefficients.to_json())
-    assert DeviceCoefficients.from_json(path).to_json() == REAL.coefficients.to_json()
-    path.write_text(REAL.coefficients.to_json().replace('"rate_cap"', '"rate_hat"'))
-    with pytest.raises(ProfileError, match="rate_cap missing"):
+    again = DeviceCoefficients.from_json(path)
+    assert again == REAL.coefficients
+    assert again.to_json() == REAL.coefficients.to_json()
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("rate_hat", 1.0, "unknown rate_hat"),
+    ("rate_cap", None, "rate_cap missing"),
+    ("rate_cap", 0, "rate_cap = 0: must be finite and positive"),
+    ("rate_cap", True, "rate_cap = True"),
+    ("rate_cap", "1", "rate_cap = '1'"),
+    ("gemm_overhead_s", -1e-6, "gemm_overhead_s = -1e-06: must be finite and 0 or more"),
+    ("host_gap_s", float("nan"), "host_gap_s = nan"),
+    ("gemm_tiles", [], "gemm_tiles must be"),
+    ("gemm_tiles", [[128, 256, 1.5]], "gemm_tiles must be"),
+    ("gemm_tiles", [[128, 256]], "gemm_tiles must be"),
+    ("rowwise_bandwidth", {"norm": 1.0}, "rowwise_bandwidth must give act, embedding"),
+    ("source", 3, "source must be text"),
+])
+def test_a_fit_with_a_wrong_value_is_refused_by_name(tmp_path: Path, key: str, value: object, message: str) -> None:
+    raw = json.loads(REAL.coefficients.to_json())
+    del raw["notes"]
+    if value is None:
+        del raw[key]
+    else:
+        raw[key] = value
+    path = tmp_path / "fit.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ProfileError, match=re.escape(message)) as caught:
         DeviceCoefficients.from_json(path)
-    path.write_text("{")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_fit_that_is_not_an_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "fit.json").write_text(text)
+    with pytest.raises(ProfileError, match=r"fit\.json"):
+        DeviceCoefficients.from_json(tmp_path / "fit.json")
     with pytest.raises(ProfileError, match="cannot be read"):
-        DeviceCoefficients.from_json(path)
+        DeviceCoefficients.from_json(tmp_path / "absent.json")
+
+
+def test_a_step_holds_the_operations_and_bytes_of_its_kernels() -> None:
+    """The device builds attention from slopes, not kernel objects: the totals are those of work.py."""
+    pieces, seqs, context = [(700, 0), (130, 900)], 5, 4321
+    for tp in (1, 2):
+        device = DeviceModel(REAL.model, REAL.gpu, REAL.coefficients, tensor_parallel=tp)
+        step = device.hybrid_work(pieces, seqs, context, logits_seqs=6)
+        kernels = work.layer_kernels(REAL.model, pieces, seqs, context, tp)
+        head = work.head_kernels(REAL.model, 6, tp)
+        assert step.flops == pytest.approx(32 * sum(k.flops for k in kernels) + sum(k.flops for k in head), rel=1e-12)
+        assert step.bytes == pytest.approx(32 * sum(k.bytes for k in kernels) + sum(k.bytes for k in head)
+                                           + work.embedding_bytes(REAL.model, 835), rel=1e-12)
+
+
+def test_the_embedding_runs_once_a_step() -> None:
+    slow = dict(PLAIN.rowwise_bandwidth, embedding=0.5)
+    seconds = [toy(rowwise_bandwidth=speeds) for speeds in (PLAIN.rowwise_bandwidth, slow)]
+    fast_s, slow_s = (d.solo_seconds(d.prefill_work([(3, 0)], 2, logits_seqs=0), 10) for d in seconds)
+    # Three rows of eight two-byte numbers read and written: 96 bytes at 100 a second, once for both layers.
+    assert slow_s - fast_s == pytest.approx(0.96)
+
+
+def test_a_bound_by_bytes_gemm_takes_the_tile_with_least_arithmetic() -> None:
+    """Decode: a wide tile is as fast on the whole device, but its padding would show on few SMs."""
+    device = toy(gemm_tiles=((128, 256, 1.0), (64, 64, 1.0)))
+    block_s, blocks, moved_s = device._gemm_term(work.gemm("g", 1, 256, 2, 2))
+    assert blocks == 4  # ceil(256 / 64) of the small one, where the wide would be a single block
+    assert moved_s > 0
+    assert block_s == 2.0 * 64 * 64 * 2 * 10 / 1000
+
+
+def test_decode_attention_waits_for_the_longer_of_cache_and_sequences() -> None:
+    device = toy(decode_attention_seq_s=50.0)
+    plain = toy()
+    short, long = device.decode_work(3, 3), device.decode_work(3, 300_000)
+    # 150 s a layer of working off three sequences; the cache of 300,000 tokens takes longer still and hides it.
+    hidden = device.solo_seconds(long, 10) - plain.solo_seconds(plain.decode_work(3, 300_000), 10)
+    assert hidden == pytest.approx(0.0, abs=1e-6)
+    attention_s = work.decode_attention(MODEL, 3, 3).bytes / 100
+    assert (device.solo_seconds(short, 10) - plain.solo_seconds(plain.decode_work(3, 3), 10)
+            == pytest.approx(2 * (150 - attention_s)))
+    assert short.bytes == plain.decode_work(3, 3).bytes
+
+
+def test_all_reduces_cost_their_bytes_and_an_overhead() -> None:
+    free, dear, slow = (DeviceModel(MODEL, GPU, dataclasses.replace(PLAIN, **change), tensor_parallel=2)
+                        for change in ({}, {"all_reduce_overhead_s": 3.0}, {"link_efficiency": 0.5}))
+    base, extra, half = (d.solo_seconds(d.decode_work(1, 1), 10) for d in (free, dear, slow))
+    assert extra - base == pytest.approx(2 * 2 * 3.0)  # two layers, two a layer
+    # Two GPUs send the 16 bytes of the hidden state once per all-reduce (2 (t - 1) / t = 1), over 1 byte/s.
+    assert half - base == pytest.approx(2 * 2 * 16)
+
+
+def test_a_host_gap_is_added_once_a_step() -> None:
+    device = toy(host_gap_s=7.0)
+    gap = device.solo_seconds(device.decode_work(2, 9), 10) - toy().solo_seconds(toy().decode_work(2, 9), 10)
+    assert gap == pytest.approx(7.0)
+    quarter = device.prefill_work([(9, 0)], 1, logits_seqs=0)  # one of two layers: half of a step's
+    assert device.solo_seconds(quarter, 10) - toy().solo_seconds(quarter, 10) == 0  # it is in the work, not the device
+    assert quarter.fixed_s == 3.5
+
+
+@settings(max_examples=40)
+@given(works, st.integers(1, 108), st.integers(1, 108))
+def test_cached_and_uncached_pairs_agree_to_the_last_bit(shape: tuple[int, int, int], p: int, d: int) -> None:
+    tokens, seqs, context = shape
+    plain = DeviceModel(REAL.model, REAL.gpu, REAL.coefficients, cache=False)
+    pairs = [(m.prefill_work([(tokens, 0)], 4, logits_seqs=0), m.decode_work(seqs, context)) for m in (REAL, plain)]
+    REAL.corun_seconds(*(pairs[0][0], d, pairs[0][1], p))  # another split first, so that a stale answer would show
+    assert REAL.corun_seconds(pairs[0][0], p, pairs[0][1], d) == plain.corun_seconds(pairs[1][0], p, pairs[1][1], d)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 3000), st.integers(1, 107))
+def test_bandwidth_never_falls_with_sms(context: int, sms: int) -> None:
+    """Waves may: a kernel of 12 blocks gains nothing from the eleventh SM and loses clock speed to it."""
+    step_of = REAL._inverse_bandwidth
+    assert step_of[sms + 1] <= step_of[sms]
+    alone = dataclasses.replace(REAL.coefficients, rate_slope=0.0)
+    device = DeviceModel(REAL.model, REAL.gpu, alone)
+    decode = device.decode_work(4, 4 * context)
+    assert device.solo_seconds(decode, sms + 1) <= device.solo_seconds(decode, sms) * (1 + 1e-12)
