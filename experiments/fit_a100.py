@@ -336,9 +336,8 @@ def cross_checks(coefficients: DeviceCoefficients) -> None:
                                                        prefill_attention_overhead_s=0.0))
     for tokens, vidur_ms in ((1024, 75.1), (2048, 141.8), (4096, 272.9)):
         dense_ms = bare.solo_seconds(bare.prefill_work([(tokens, 0)], MODEL.num_layers, logits_seqs=0), n) * 1e3
-        print(f"  prefill {tokens:>5}, no attention or head: {dense_ms:7.1f} | {vidur_ms} (Vidur's layers, unfused adds included); "
-              f"whole: {prefill([(tokens, 0)]):.1f}")
-
+        print(f"  prefill {tokens:>5}, no attention or head: {dense_ms:7.1f} | {vidur_ms} (Vidur's layers, unfused adds "
+              f"included); whole: {prefill([(tokens, 0)]):.1f}")
 
 
 if __name__ == "__main__":
