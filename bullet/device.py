@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,10 +132,15 @@ _Term = tuple[float, int, float]
 """(c, q, m): seconds of one block on one SM with all SMs busy, blocks, seconds of the bytes at full bandwidth."""
 
 
+_Curve = tuple[list[float], list[float], list[float]]
+"""Seconds of a row against ``x``, the price of a byte (1 / share of bandwidth): convex, piecewise linear. Corners, and
+before each of them and after the last: seconds at 0, and seconds per unit of ``x``."""
+
+
 class _Row:
     """Kernels that depend on one count alone (tokens, or sequences): built once per count, exact."""
 
-    __slots__ = ("bytes", "fixed_s", "flops", "gemms", "row_s", "solo_s")
+    __slots__ = ("bytes", "curves", "fixed_s", "flops", "gemms", "row_s")
 
     def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
         self.gemms = gemms
@@ -141,7 +148,26 @@ class _Row:
         self.fixed_s = fixed_s
         self.flops = flops
         self.bytes = bytes_
-        self.solo_s: dict[int, float] = {}
+        self.curves: dict[tuple[int, float], _Curve] = {}
+
+    def curve(self, sms: int, rate: float) -> _Curve:
+        """Each GEMM is bound by compute up to its corner and by memory beyond it."""
+        terms = []
+        constant = self.fixed_s
+        for block_s, blocks, moved_s in self.gemms:
+            compute_s = -(-blocks // sms) * block_s / rate
+            constant += compute_s
+            terms.append((compute_s / moved_s if moved_s else math.inf, compute_s, moved_s))
+        terms.sort()
+        slope = self.row_s
+        corners, constants, slopes = [], [constant], [slope]
+        for corner, compute_s, moved_s in terms:
+            constant -= compute_s
+            slope += moved_s
+            corners.append(corner)
+            constants.append(constant)
+            slopes.append(slope)
+        return corners, constants, slopes
 
 
 class StepWork:
@@ -356,27 +382,31 @@ class DeviceModel:
 
     def solo_seconds(self, work: StepWork, sms: int) -> float:
         """The step alone on ``sms`` SMs, the others idle."""
-        if work.solo_sms == sms and self.cache:
-            return work.solo_s
-        rate, inverse = self._rate[sms], self._inverse_bandwidth[sms]
-        seconds = self._row_solo(work.dense, sms, rate, inverse) + work.attention_fixed_s
+        if work.solo_sms != sms or not self.cache:
+            work.solo_sms, work.solo_s = sms, self._step_seconds(work, sms, self._rate[sms], self._inverse_bandwidth[sms])
+        return work.solo_s
+
+    def _step_seconds(self, work: StepWork, sms: int, rate: float, inverse: float) -> float:
+        """``inverse``: 1 / share of bandwidth, contention included."""
+        seconds = self._row_seconds(work.dense, sms, rate, inverse) + work.attention_fixed_s
         for block_s, blocks, moved_s in work.attention:
             compute_s = -(-blocks // sms) * block_s / rate
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
         seconds *= work.layers
         if work.head is not None:
-            seconds += self._row_solo(work.head, sms, rate, inverse)
-        work.solo_sms, work.solo_s = sms, seconds + work.fixed_s
-        return work.solo_s
+            seconds += self._row_seconds(work.head, sms, rate, inverse)
+        return seconds + work.fixed_s
 
-    def _row_solo(self, row: _Row, sms: int, rate: float, inverse: float) -> float:
-        seconds = row.solo_s.get(sms)
-        if seconds is None:
-            seconds = _row_seconds(row, sms, rate, inverse)
+    def _row_seconds(self, row: _Row, sms: int, rate: float, inverse: float) -> float:
+        curve = row.curves.get((sms, rate))
+        if curve is None:
+            curve = row.curve(sms, rate)
             if self.cache:
-                row.solo_s[sms] = seconds
-        return seconds
+                row.curves[sms, rate] = curve
+        corners, constants, slopes = curve
+        i = bisect_left(corners, inverse)
+        return constants[i] + slopes[i] * inverse
 
     def corun_seconds(self, prefill: StepWork, p: int, decode: StepWork, d: int) -> tuple[float, float]:
         """Full durations of each if the other ran beside it throughout. ``p + d > N``: the excess is shared.
@@ -392,16 +422,16 @@ class DeviceModel:
             rate = self._rate[n]
             p_rate, d_rate = rate * p_effective / p, rate * d_effective / d
             p_inverse, d_inverse = 1 / self._bandwidth_share(p_effective), 1 / self._bandwidth_share(d_effective)
-            p_solo = _step_seconds(prefill, p, p_rate, p_inverse)
-            d_solo = _step_seconds(decode, d, d_rate, d_inverse)
+            p_solo = self._step_seconds(prefill, p, p_rate, p_inverse)
+            d_solo = self._step_seconds(decode, d, d_rate, d_inverse)
         else:
             p_rate = d_rate = self._rate[p + d]
             p_inverse, d_inverse = self._inverse_bandwidth[p], self._inverse_bandwidth[d]
             p_solo = self.solo_seconds(prefill, p)
             d_solo = self.solo_seconds(decode, d)
         p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo)
-        return (_step_seconds(prefill, p, p_rate, p_inverse * p_slow),
-                _step_seconds(decode, d, d_rate, d_inverse * d_slow))
+        return (self._step_seconds(prefill, p, p_rate, p_inverse * p_slow),
+                self._step_seconds(decode, d, d_rate, d_inverse * d_slow))
 
     def _slowdowns(self, use_a: float, use_b: float) -> tuple[float, float]:
         """``s`` of two lanes that would alone draw ``use_a`` and ``use_b`` bytes/s."""
@@ -464,30 +494,8 @@ class DeviceModel:
         return layer_s * self.model.num_layers
 
 
-def _row_seconds(row: _Row, sms: int, rate: float, inverse: float) -> float:
-    """Seconds of a row's kernels; ``inverse``: 1 / share of bandwidth, contention included."""
-    seconds = row.fixed_s + row.row_s * inverse
-    for block_s, blocks, moved_s in row.gemms:
-        compute_s = -(-blocks // sms) * block_s / rate
-        memory_s = moved_s * inverse
-        seconds += compute_s if compute_s > memory_s else memory_s
-    return seconds
-
-
-def _step_seconds(work: StepWork, sms: int, rate: float, inverse: float) -> float:
-    seconds = _row_seconds(work.dense, sms, rate, inverse) + work.attention_fixed_s
-    for block_s, blocks, moved_s in work.attention:
-        compute_s = -(-blocks // sms) * block_s / rate
-        memory_s = moved_s * inverse
-        seconds += compute_s if compute_s > memory_s else memory_s
-    seconds *= work.layers
-    if work.head is not None:
-        seconds += _row_seconds(work.head, sms, rate, inverse)
-    return seconds + work.fixed_s
-
-
 def _step_seconds_all(work: StepWork, sms: NDArray[np.int64], rate: Any, inverse: Any) -> NDArray[np.float64]:
-    """:func:`_step_seconds` over arrays of SMs, same arithmetic."""
+    """``DeviceModel._step_seconds`` over arrays of SMs."""
 
     def terms(items: Sequence[_Term], start: Any) -> Any:
         seconds = start
