@@ -15,6 +15,7 @@ residues tells how many blocks the next iteration takes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -250,6 +251,31 @@ class KvCache:
 # ------------------------------------------------------------------------------------- queue and batches
 
 
+class _Column:
+    """A growing column of floats: elements are written one by one, cheaply, and read as one numpy array."""
+
+    __slots__ = ("items", "view")
+
+    def __init__(self) -> None:
+        self._hold(array("d", bytes(8 * 64)))
+
+    def _hold(self, items: array[float]) -> None:
+        self.items = items
+        self.view: NDArray[np.float64] = np.frombuffer(items)
+
+    def set(self, index: int, value: float) -> None:
+        """Write one element; room is made for it."""
+        if index >= len(self.items):
+            self._hold(self.items + array("d", bytes(8 * max(len(self.items), index + 1 - len(self.items)))))
+        self.items[index] = value
+
+    def shift(self, start: int, end: int, by: int) -> None:
+        """Move elements ``start .. end - 1`` by ``by`` places."""
+        if end + by > len(self.items):
+            self.set(end + by - 1, 0.0)
+        self.view[start + by : end + by] = self.view[start:end].copy()
+
+
 class WaitingQueue:
     """Requests not yet admitted, in order of arrival; preempted ones are put in front.
 
@@ -257,12 +283,13 @@ class WaitingQueue:
     with every change: results may be cached against it.
     """
 
-    __slots__ = ("_columns", "requests", "version")
+    __slots__ = ("_arrival_s", "_known_tokens", "_start", "_ttft_slo_s", "requests", "version")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.version = 0
-        self._columns = np.empty((3, 64))
+        self._start = 0  # of the columns' used part: most requests leave at the front
+        self._arrival_s, self._ttft_slo_s, self._known_tokens = _Column(), _Column(), _Column()
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -276,77 +303,84 @@ class WaitingQueue:
     @property
     def arrival_s(self) -> NDArray[np.float64]:
         """Arrival times, shape (len,)."""
-        return self._columns[0, : len(self.requests)]
+        return self._arrival_s.view[self._start : self._start + len(self.requests)]
 
     @property
     def ttft_slo_s(self) -> NDArray[np.float64]:
         """TTFT objectives, shape (len,)."""
-        return self._columns[1, : len(self.requests)]
+        return self._ttft_slo_s.view[self._start : self._start + len(self.requests)]
 
     @property
     def known_tokens(self) -> NDArray[np.float64]:
         """Tokens to prefill, shape (len,), whole numbers as floats."""
-        return self._columns[2, : len(self.requests)]
+        return self._known_tokens.view[self._start : self._start + len(self.requests)]
 
     def append(self, request: Request) -> None:
         """Enqueue a new arrival."""
-        self._insert(len(self.requests), request)
+        self._write(self._start + len(self.requests), request)
+        self.requests.append(request)
 
     def push_front(self, request: Request) -> None:
         """Enqueue a preempted request ahead of all."""
-        self._insert(0, request)
+        if self._start == 0:
+            for column in (self._arrival_s, self._ttft_slo_s, self._known_tokens):
+                column.shift(0, len(self.requests), 64)
+            self._start = 64
+        self._start -= 1
+        self._write(self._start, request)
+        self.requests.insert(0, request)
 
-    def _insert(self, index: int, request: Request) -> None:
-        n = len(self.requests)
-        if n == self._columns.shape[1]:
-            self._columns = np.concatenate((self._columns, np.empty_like(self._columns)), axis=1)
-        columns = self._columns
-        if index < n:
-            columns[:, index + 1 : n + 1] = columns[:, index:n]
-        columns[0, index] = request.arrival_s
-        columns[1, index] = request.ttft_slo_s
-        columns[2, index] = request.known_tokens
-        self.requests.insert(index, request)
+    def _write(self, at: int, request: Request) -> None:
+        self._arrival_s.set(at, request.arrival_s)
+        self._ttft_slo_s.set(at, request.ttft_slo_s)
+        self._known_tokens.set(at, request.known_tokens)
         self.version += 1
 
     def remove(self, request_id: int) -> Request:
         """Take one request out; ``KeyError`` if it does not wait."""
-        index = next((i for i, r in enumerate(self.requests) if r.id == request_id), -1)
-        if index < 0:
-            raise KeyError(request_id)
-        n = len(self.requests)
-        if index < n - 1:
-            self._columns[:, index : n - 1] = self._columns[:, index + 1 : n]
+        requests = self.requests
+        if requests and requests[0].id == request_id:
+            index = 0
+            self._start = self._start + 1 if len(requests) > 1 else 0
+        else:
+            index = next((i for i, r in enumerate(requests) if r.id == request_id), -1)
+            if index < 0:
+                raise KeyError(request_id)
+            at, end = self._start + index, self._start + len(requests)
+            for column in (self._arrival_s, self._ttft_slo_s, self._known_tokens):
+                column.shift(at + 1, end, -1)
         self.version += 1
-        return self.requests.pop(index)
+        return requests.pop(index)
 
 
 class PrefillBatch:
     """Whole prompts that go through the layers together; fixed until the last layer."""
 
-    __slots__ = ("deadline_s", "layers_done", "num_layers", "requests", "tokens")
+    __slots__ = ("deadline_s", "layers_done", "layers_left", "num_layers", "requests", "tokens", "total_tokens")
 
     def __init__(self, requests: tuple[Request, ...], num_layers: int) -> None:
         self.requests = requests
         self.tokens = tuple(r.known_tokens for r in requests)
-        self.layers_done = 0
+        self.total_tokens = sum(self.tokens)
         self.num_layers = num_layers
+        #: Layers that ended, and layers still to end (those in flight are among these).
+        self.layers_done, self.layers_left = 0, num_layers
         #: Latest finish at which every request still meets its TTFT SLO; a request that already has its first
         #: token (recomputed after preemption) has no TTFT left to miss.
         self.deadline_s = min((r.arrival_s + r.ttft_slo_s for r in requests if r.first_token_s is None),
                               default=float("inf"))
 
-    @property
-    def layers_left(self) -> int:
-        """Layers still to launch (those in flight count as done only when they end)."""
-        return self.num_layers - self.layers_done
+    def advance(self, layers: int) -> None:
+        """Layers ended."""
+        self.layers_done += layers
+        self.layers_left -= layers
 
 
 class DecodeBatch:
     """Requests that gain a token each iteration, in order of admission (see the module's text for the arithmetic)."""
 
-    __slots__ = ("_cached_offset", "_columns", "_slots", "block_tokens", "iteration", "requests", "residues", "size",
-                 "version")
+    __slots__ = ("_cached_offset", "_first_token_s", "_generated_offset", "_slots", "block_tokens", "iteration", "requests",
+                 "residues", "size", "version")
 
     def __init__(self, block_tokens: int = KV_BLOCK_TOKENS) -> None:
         self.requests: dict[int, Request] = {}
@@ -356,7 +390,7 @@ class DecodeBatch:
         self.block_tokens = block_tokens
         self.residues = [0] * block_tokens
         self._cached_offset = 0  # sum over requests of (tokens cached at joining - iteration at joining)
-        self._columns = np.empty((2, 64))
+        self._first_token_s, self._generated_offset = _Column(), _Column()
         self._slots: list[Request] = []
 
     def __len__(self) -> int:
@@ -380,12 +414,12 @@ class DecodeBatch:
     @property
     def first_token_s(self) -> NDArray[np.float64]:
         """First-token times, shape (len,), in slot order."""
-        return self._columns[0, : len(self._slots)]
+        return self._first_token_s.view[: self.size]
 
     @property
     def generated_offset(self) -> NDArray[np.float64]:
         """Tokens generated less ``iteration``, shape (len,), in slot order; constant while a request stays."""
-        return self._columns[1, : len(self._slots)]
+        return self._generated_offset.view[: self.size]
 
     def cached(self, request: Request) -> int:
         """Tokens of one request in the KV cache, between iterations."""
@@ -402,7 +436,7 @@ class DecodeBatch:
     def join(self, request: Request) -> None:
         """Add a prefilled request: its KV holds all known tokens but the newest."""
         assert request.first_token_s is not None, request
-        cached = request.known_tokens - 1
+        cached = request.prompt_tokens + request.generated - 1
         request.phase = Phase.DECODE
         request.join_iteration = self.iteration
         request.join_tokens = cached
@@ -410,19 +444,17 @@ class DecodeBatch:
         self.size += 1
         self._cached_offset += cached - self.iteration
         self.residues[(self.iteration - cached) % self.block_tokens] += 1
-        slot = len(self._slots)
-        if slot == self._columns.shape[1]:
-            self._columns = np.concatenate((self._columns, np.empty_like(self._columns)), axis=1)
-        request.slot = slot
+        slot = request.slot = len(self._slots)
         self._slots.append(request)
-        self._columns[0, slot] = request.first_token_s
-        self._columns[1, slot] = request.generated - self.iteration
+        self._first_token_s.set(slot, request.first_token_s)
+        self._generated_offset.set(slot, request.generated - self.iteration)
         self.version += 1
 
     def leave(self, request: Request) -> int:
         """Take a request out between iterations; returns the tokens it holds in the KV cache."""
-        cached = self.cached(request)
-        request.generated = self.generated(request)
+        gained = self.iteration - request.join_iteration
+        cached = request.join_tokens + gained
+        request.generated += gained
         del self.requests[request.id]
         self.size -= 1
         self._cached_offset -= request.join_tokens - request.join_iteration
@@ -431,7 +463,8 @@ class DecodeBatch:
         if slot != last:  # swap-remove keeps the columns dense
             moved = self._slots[slot] = self._slots[last]
             moved.slot = slot
-            self._columns[:, slot] = self._columns[:, last]
+            for column in (self._first_token_s, self._generated_offset):
+                column.items[slot] = column.items[last]
         self._slots.pop()
         request.slot = -1
         self.version += 1
@@ -457,6 +490,7 @@ class SystemState:
         self.prefill: PrefillBatch | None = None
         self.ready: list[Request] = []
         self.chunked: list[Request] = []
+        self._launched: list[Request] = []  # requests of the chunks in flight
         self.decode = DecodeBatch(kv.block_tokens)
         self.in_flight: dict[str, InFlight] = {}
         self.target = initial
@@ -509,7 +543,7 @@ class SystemState:
         batch = self.prefill
         assert batch is not None
         assert isinstance(step, PrefillStep)
-        batch.layers_done += step.layers
+        batch.advance(step.layers)
         if batch.layers_left:
             return ()
         self.prefill = None
@@ -536,17 +570,30 @@ class SystemState:
         del self.in_flight[DECODE]
         self._end_iteration(finished)
 
-    def begin_hybrid(self, step: HybridStep, now_s: float) -> None:
-        """Admit chunks without a past, take KV blocks for the decodes' tokens, launch."""
+    def begin_hybrid(self, step: HybridStep, now_s: float) -> list[Request]:
+        """Admit chunks without a past, take KV blocks for the decodes' tokens, launch; returns each chunk's request."""
         if step.preempt:
             self._preempt(step.preempt, now_s)
-        for request_id, _, past in step.chunks:
-            if past == 0 and not any(r.id == request_id for r in self.chunked):
-                self.chunked.append(self._admit(request_id, now_s))
+        launched: list[Request] = []
+        if step.chunks:
+            by_id = {r.id: r for r in self.chunked}
+            for request_id, new, past in step.chunks:
+                request = by_id.get(request_id)
+                if request is None:
+                    assert past == 0, f"{step}: request {request_id} has no past"
+                    request = self._admit(request_id, now_s)
+                    self.chunked.append(request)
+                assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
+                assert 0 < new <= request.known_tokens - past, f"{request}: a chunk of {new} is empty or runs over"
+                launched.append(request)
+        else:
+            assert self.decode.size, f"{step}: an empty batch"
+            assert step.decode, f"{step}: an empty batch"
         if step.decode:
             self.kv.take(self.decode.growth_blocks)
-        assert step.chunks or (step.decode and self.decode.size), f"{step}: an empty batch"
+        self._launched = launched
         self.in_flight[HYBRID] = InFlight(step, now_s)
+        return launched
 
     def finish_hybrid(self, now_s: float) -> list[Request]:
         """The batch ended; requests whose prompt is complete have a token more and are returned.
@@ -557,15 +604,9 @@ class SystemState:
         step = self.in_flight.pop(HYBRID).step
         assert isinstance(step, HybridStep)
         complete: list[Request] = []
-        if not step.chunks:
-            return complete
-        by_id = {r.id: r for r in self.chunked}
-        for request_id, new, past in step.chunks:
-            request = by_id[request_id]
-            assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
+        for request, (_, new, _) in zip(self._launched, step.chunks, strict=True):
             request.computed_tokens += new
-            assert request.computed_tokens <= request.known_tokens, f"{request}: chunk runs over"
-            if request.computed_tokens == request.known_tokens:
+            if request.computed_tokens == request.prompt_tokens + request.generated:
                 self._emit_first(request, now_s)
                 complete.append(request)
                 self.chunked.remove(request)
@@ -590,7 +631,7 @@ class SystemState:
 
     def _admit(self, request_id: int, now_s: float) -> Request:
         request = self.queue.remove(request_id)
-        self.kv.take(self.kv.blocks_for(request.known_tokens))
+        self.kv.take(-(-(request.prompt_tokens + request.generated) // self.kv.block_tokens))
         request.phase = Phase.PREFILL
         if request.admitted_s is None:
             request.admitted_s = now_s

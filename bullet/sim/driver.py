@@ -79,27 +79,50 @@ Recorder = Callable[[str, tuple[Any, ...]], None]
 """Called with ("next_step", (lane, state, now_s, decision)) and ("observe", (step, elapsed_s)), in order."""
 
 
-class _Board:
-    """Target and published estimates as one lane sees them: its own at once, the other's after a delay."""
+class _Lane:
+    """One lane: what it may launch, and the target and published estimates as it sees them.
 
-    __slots__ = ("decode_published", "pending", "prefill_published", "target", "written")
+    Its own decisions it sees at once, the other lane's after a delay.
+    """
 
-    def __init__(self, target: Partition) -> None:
+    __slots__ = ("decode_published", "last_sms", "name", "noise", "pending", "prefill_published", "step_type", "target",
+                 "wait_until_s", "written")
+
+    def __init__(self, name: str, target: Partition, noise: _Noise | None) -> None:
+        self.name = name
+        self.step_type = {PREFILL: PrefillStep, DECODE: DecodeStep, HYBRID: HybridStep}[name]
+        self.noise = noise
+        self.last_sms = 0
+        self.wait_until_s = INFINITY
         self.target = target
         self.written = 0
         self.prefill_published = Published()
         self.decode_published = Published()
         self.pending: deque[tuple[float, int, str, Published | None, Partition | None]] = deque()
 
-    def write(self, number: int, lane: str, published: Published | None, target: Partition | None) -> None:
+    def write(self, number: int, writer: str, published: Published | None, target: Partition | None) -> None:
         """Last writer wins, by the decision's number: two lanes may decide at one instant, yet one of them was last."""
         if target is not None and number > self.written:
             self.target, self.written = target, number
         if published is not None:
-            if lane == PREFILL:
+            if writer == PREFILL:
                 self.prefill_published = published
             else:
                 self.decode_published = published
+
+
+class _Noise:
+    """Log-normal factors, keyed by lane and step index: drawn in order from the lane's own stream."""
+
+    def __init__(self, std: float, seed: int, lane: str) -> None:
+        self.std = std
+        self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0, crc32(f"noise:{lane}".encode())]))
+        self.drawn: list[float] = []
+
+    def next(self) -> float:
+        if not self.drawn:
+            self.drawn.extend(np.exp(self.std * self.rng.standard_normal(1024))[::-1].tolist())
+        return self.drawn.pop()
 
 
 class Simulation:
@@ -120,14 +143,16 @@ class Simulation:
         self.gpu = SimulatedGpu(device)
         num_sms = splits.num_sms
         self.state = SystemState(splits, KvCache(kv_blocks), device.model.num_layers, Partition(num_sms, num_sms))
-        self.lanes = tuple(policy.lanes)
-        if self.lanes not in ((PREFILL, DECODE), (HYBRID,)):
-            raise ConfigError(f"policy {config.policy.name!r}: lanes = {self.lanes}: must be ('prefill', 'decode') or "
+        names = tuple(policy.lanes)
+        if names not in ((PREFILL, DECODE), (HYBRID,)):
+            raise ConfigError(f"policy {config.policy.name!r}: lanes = {names}: must be ('prefill', 'decode') or "
                               "('hybrid',)")
-        self.num_lanes = len(self.lanes)
-        self.two_lanes = self.num_lanes == 2
+        std = config.device.noise_std
+        self.lanes = [_Lane(name, self.state.target, _Noise(std, config.seed, name) if std else None) for name in names]
+        self.two_lanes = len(names) == 2
         # Plain lists: indexing them is several times faster than indexing arrays.
         self.arrivals: list[float] = workload.arrival_s.tolist()
+        self.next_arrival_s = self.arrivals[0] if self.arrivals else INFINITY
         self.prompts: list[int] = workload.prompt_tokens.tolist()
         self.outputs: list[int] = workload.output_tokens.tolist()
         rate = config.slo.ttft_s_per_token
@@ -140,12 +165,10 @@ class Simulation:
         self._tick._ok, self._tick._value = True, None
         self.now_s = 0.0
         self.next_arrival = 0
-        self.wait_until_s: dict[str, float] = {}
-        self.boards = {lane: _Board(self.state.target) for lane in self.lanes}
         self.delay_s = config.device.publish_delay_s
-        self.step_type = {PREFILL: PrefillStep, DECODE: DecodeStep, HYBRID: HybridStep}
+        self.reconfigure_s = config.device.reconfigure_s
         self.custom = is_custom(config.policy.name)
-        self.last_sms = dict.fromkeys(self.lanes, 0)
+        self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
         self.split_changes = 0
         self.steps_ended = 0
         self.closed = 0  # finished or rejected
@@ -162,28 +185,23 @@ class Simulation:
         self.queue_integral_s = 0.0
         self.queue_since_s = 0.0
         self.wait_sum_s = 0.0
-        self.admitted: set[int] = set()
         self.stalled = 0
         self.stalled_at = -1.0
         self.preemptions_since_token = 0
         self.waits_since_launch = 0
-        self.row_state: dict[str, tuple[Any, ...]] = {}
-        self.noise_std = config.device.noise_std
-        self._noise: dict[str, tuple[np.random.Generator, list[float]]] = {}
-        if self.noise_std:
-            for lane in self.lanes:
-                seed = np.random.SeedSequence([config.seed, 0, crc32(f"noise:{lane}".encode())])
-                self._noise[lane] = (np.random.default_rng(seed), [])
 
     # ---- the loop --------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run until every request is finished or rejected; :class:`NoProgressError` if nothing can happen."""
-        self._schedule(self.arrivals[0] if self.arrivals else INFINITY)
+        self._schedule(self.next_arrival_s)
         self.env.run()
 
     def _schedule(self, at_s: float) -> None:
         if at_s == INFINITY:
+            if self.closed < len(self.arrivals):
+                raise NoProgressError(
+                    self._stuck("no step runs, no request is to arrive, and the policy waits for nothing"))
             return
         assert at_s >= self.now_s, f"I6: time would go back from {self.now_s} to {at_s}"
         # simpy's clock only orders events; `next_s` is exact, where now + (next - now) may be an ulp off.
@@ -193,44 +211,68 @@ class Simulation:
         event.callbacks = [self._boundary]
         self.env.schedule(event, delay=delay_s if delay_s > 0.0 else 0.0)
 
-    def _boundary(self, _event: simpy.Event) -> None:
+    def _boundary_of_two(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
-        gpu, flights = self.gpu, self.gpu.flights
+        gpu, state = self.gpu, self.state
         gpu.account(now)
-        for lane in self.lanes:
-            flight = flights.get(lane)
-            if flight is not None:
-                assert flight.end_s is not None
-                if flight.end_s <= now:
-                    self._finish(gpu.finish(lane), lane, now)
-        if self.next_arrival < len(self.arrivals) and self.arrivals[self.next_arrival] <= now:
+        flight = gpu.prefill
+        if flight is not None and flight.end_s <= now:
+            gpu.prefill = None
+            for request in state.finish_prefill(now):
+                self._emit_first(request, now)
+                if request.generated >= self.outputs[request.id]:
+                    state.release(request)
+                    self._close_finished(request, now)
+            self._ended(flight, PREFILL, now)
+        flight = gpu.decode
+        if flight is not None and flight.end_s <= now:
+            gpu.decode = None
+            finished = self.finish_at.pop(state.decode.iteration + 1, ())
+            self._emit_iteration(now)
+            state.finish_decode(finished)
+            for request in finished:
+                self._close_finished(request, now)
+            self._ended(flight, DECODE, now)
+        if self.next_arrival_s <= now:
             self._arrivals(now)
-        for lane in self.lanes:
-            if lane not in flights and self._has_work(lane):
-                self._decide(lane, now)
-        gpu.settle(now)
+        prefill, decode = self.lanes
+        if gpu.prefill is None and (state.prefill is not None or state.queue.requests):
+            self._read_board(prefill, now)
+            step = self._decide(prefill, now)
+            if step is not None:
+                self._launch(prefill, step, now)
+        if gpu.decode is None and (state.decode.size or state.ready):
+            self._read_board(decode, now)
+            step = self._decide(decode, now)
+            if step is not None:
+                self._launch(decode, step, now)
+        at = gpu.settle(now)
+        if gpu.prefill is None or gpu.decode is None:
+            at = min(at, self.next_arrival_s, prefill.wait_until_s, decode.wait_until_s)
         if self.config.debug:
-            self.state.check()
-        self._schedule(self._next_boundary())
+            state.check()
+        self._schedule(at)
 
-    def _next_boundary(self) -> float:
-        at = self.gpu.next_end_s()
-        if len(self.gpu.flights) < self.num_lanes:
-            if self.next_arrival < len(self.arrivals):
-                at = min(at, self.arrivals[self.next_arrival])
-            for until in self.wait_until_s.values():
-                at = min(at, until)
-        if at == INFINITY and self.closed < len(self.arrivals):
-            raise NoProgressError(self._stuck("no step runs, no request is to arrive, and the policy waits for nothing"))
-        return at
-
-    def _has_work(self, lane: str) -> bool:
-        state = self.state
-        if lane == PREFILL:
-            return state.prefill is not None or bool(state.queue.requests)
-        if lane == DECODE:
-            return bool(state.decode.requests) or bool(state.ready)
-        return bool(state.queue.requests) or bool(state.chunked) or bool(state.decode.requests)
+    def _boundary_of_one(self, _event: simpy.Event) -> None:
+        now = self.now_s = self.next_s
+        gpu, state = self.gpu, self.state
+        gpu.account(now)
+        flight = gpu.hybrid
+        if flight is not None:  # nobody wakes a busy device
+            gpu.hybrid = None
+            self._finish_hybrid(flight.step, now)
+            self._ended(flight, HYBRID, now)
+        if self.next_arrival_s <= now:
+            self._arrivals(now)
+        lane = self.lanes[0]
+        if state.decode.size or state.queue.requests or state.chunked:
+            step = self._decide(lane, now)
+            if step is not None:
+                self._launch(lane, step, now)
+        flight = gpu.hybrid
+        if self.config.debug:
+            state.check()
+        self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
 
     # ---- arrivals --------------------------------------------------------------------------------
 
@@ -250,6 +292,7 @@ class Simulation:
                 self.state.arrive(request)
             i += 1
         self.next_arrival = i
+        self.next_arrival_s = self.arrivals[i] if i < len(self.arrivals) else INFINITY
 
     def _reject(self, request: Request, reason: str) -> None:
         request.phase = Phase.REJECTED
@@ -261,66 +304,67 @@ class Simulation:
 
     # ---- deciding --------------------------------------------------------------------------------
 
-    def _decide(self, lane: str, now: float) -> None:
-        state = self.state
-        if self.two_lanes:
-            board = self.boards[lane]
-            pending = board.pending
-            while pending and pending[0][0] <= now:
-                _, number, writer, published, target = pending.popleft()
-                board.write(number, writer, published, target)
-            state.target = board.target
-            state.prefill_published = board.prefill_published
-            state.decode_published = board.decode_published
+    def _read_board(self, lane: _Lane, now: float) -> None:
+        """Show the state as this lane sees it now."""
+        pending, state = lane.pending, self.state
+        while pending and pending[0][0] <= now:
+            _, number, writer, published, target = pending.popleft()
+            lane.write(number, writer, published, target)
+        state.target = lane.target
+        state.prefill_published = lane.prefill_published
+        state.decode_published = lane.decode_published
+
+    def _decide(self, lane: _Lane, now: float) -> PrefillStep | DecodeStep | HybridStep | None:
+        """Ask the policy; ``None``: it waits."""
         started = time.perf_counter()
-        decision: Decision = self.policy.next_step(lane, state, now)
+        decision: Decision = self.policy.next_step(lane.name, self.state, now)
         self.decision_wall_s += time.perf_counter() - started
         self.decisions += 1
         if self.record is not None:
-            self.record("next_step", (lane, state, now, decision))
+            self.record("next_step", (lane.name, self.state, now, decision))
         if now - self.stalled_at < INSTANT_S or self.preemptions_since_token > STALL_DECISIONS:
             self._guard(now)
         else:
             self.stalled_at = now
             self.stalled = 0
-        if self.wait_until_s:
-            self.wait_until_s.pop(lane, None)
-        if type(decision) is not self.step_type[lane] and not isinstance(decision, Wait):
-            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane} was answered {decision!r}: must "
-                              f"be a {self.step_type[lane].__name__} or a Wait")
-        if self.two_lanes:
-            self._publish(lane, decision, now)
-        if isinstance(decision, Wait):
-            if decision.until_s is not None:
-                if decision.until_s <= now:
-                    raise NoProgressError(self._stuck(f"{lane} asked to wait until {decision.until_s}, already past"))
-                self.wait_until_s[lane] = decision.until_s
-                self._guard_waits(lane)
-            return
+        lane.wait_until_s = INFINITY
+        if self.two_lanes and (decision.published is not None or decision.target is not None):
+            self._publish(lane, decision.published, decision.target, now)
+        if type(decision) is lane.step_type:
+            return decision
+        if not isinstance(decision, Wait):
+            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane.name} was answered {decision!r}: "
+                              f"must be a {lane.step_type.__name__} or a Wait")
+        if decision.until_s is not None:
+            if decision.until_s <= now:
+                raise NoProgressError(self._stuck(f"{lane.name} asked to wait until {decision.until_s}, already past"))
+            lane.wait_until_s = decision.until_s
+            self._guard_waits(lane.name)
+        return None
+
+    def _publish(self, lane: _Lane, published: Published | None, target: Partition | None, now: float) -> None:
+        number = self.decisions
+        if target is not None and target != lane.target:
+            self.split_changes += 1
+        lane.write(number, lane.name, published, target)
+        prefill, decode = self.lanes
+        other = decode if lane is prefill else prefill
+        other.pending.append((now + self.delay_s, number, lane.name, published, target))
+
+    def _launch(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         try:
-            self._launch(lane, decision, now)
+            self._begin(lane, step, now)
         except (ArithmeticError, AssertionError, LookupError, TypeError, StopIteration) as exc:
             if not self.custom:
                 raise  # ours to repair
-            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {decision!r} cannot be carried out: "
+            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
                               f"{type(exc).__name__}: {exc}") from exc
 
-    def _publish(self, lane: str, decision: Decision, now: float) -> None:
-        published, target = decision.published, decision.target
-        if published is None and target is None:
-            return
-        board = self.boards[lane]
-        if target is not None and target != board.target:
-            self.split_changes += 1
-        board.write(self.decisions, lane, published, target)
-        other = DECODE if lane == PREFILL else PREFILL
-        self.boards[other].pending.append((now + self.delay_s, self.decisions, lane, published, target))
-
-    def _launch(self, lane: str, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
-        state = self.state
-        if not 0 < step.sms <= self.gpu.num_sms:
+    def _begin(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
+        state, gpu = self.state, self.gpu
+        if not 0 < step.sms <= gpu.num_sms:
             raise NoProgressError(f"policy {self.config.policy.name!r} asked for {step.sms} SMs: the device has 1 to "
-                                  f"{self.gpu.num_sms}")
+                                  f"{gpu.num_sms}")
         if step.preempt:
             self._integrate_queue(now)
             for victim in step.preempt:
@@ -332,26 +376,33 @@ class Simulation:
             self.merged = state.begin_decode(step, now)
             for request in self.merged:
                 self._expect_end(request)
-            context = state.decode.context_tokens
-            work = self.device.decode_work(state.decode.size, context)
-            counts = (0, state.decode.size, context, 0, state.num_layers)
+            seqs, context = state.decode.size, state.decode.context_tokens
+            work = self.device.decode_work(seqs, context)
+            counts = (0, seqs, context, 0, state.num_layers)
         else:
             work, counts = self._begin_hybrid(step, now)
         extra_s = 0.0
-        if step.sms != self.last_sms[lane]:
-            if self.last_sms[lane]:
-                extra_s = self.config.device.reconfigure_s
-            self.last_sms[lane] = step.sms
+        if step.sms != lane.last_sms:
+            if lane.last_sms:
+                extra_s = self.reconfigure_s
+            lane.last_sms = step.sms
         self.waits_since_launch = 0
-        self.gpu.launch(lane, step, work, now, extra_s, self._noise_factor(lane) if self.noise_std else 1.0)
-        self.row_state[lane] = (*counts, queue_length, state.kv.used_blocks, *(step.target or state.target))
+        kv = state.kv
+        flight = Flight(step, work, now, extra_s, 1.0 if lane.noise is None else lane.noise.next(),
+                        (*counts, queue_length, kv.total_blocks - kv.free_blocks, *(step.target or state.target)))
+        if lane.name == PREFILL:
+            gpu.prefill = flight
+        elif lane.name == DECODE:
+            gpu.decode = flight
+        else:
+            gpu.launch_hybrid(flight)
 
     def _begin_prefill(self, step: PrefillStep, now: float) -> tuple[StepWork, tuple[int, ...]]:
         state = self.state
         if step.admit:
             self._integrate_queue(now)
             state.begin_prefill(step, now)
-            self._admitted(state.prefill.requests, now)  # type: ignore[union-attr]
+            self.wait_sum_s += sum(now - request.queued_s for request in state.prefill.requests)  # type: ignore[union-attr]
         else:
             state.begin_prefill(step, now)
         batch = state.prefill
@@ -364,62 +415,37 @@ class Simulation:
         if key not in works:
             works[key] = self.device.prefill_work([(t, 0) for t in batch.tokens], step.layers,
                                                   logits_seqs=len(batch.tokens) if last else 0)
-        return works[key], (sum(batch.tokens), 0, 0, batch.layers_done, step.layers)
+        return works[key], (batch.total_tokens, 0, 0, batch.layers_done, step.layers)
 
     def _begin_hybrid(self, step: HybridStep, now: float) -> tuple[StepWork, tuple[int, ...]]:
         state = self.state
         if step.chunks:
             self._integrate_queue(now)
-            state.begin_hybrid(step, now)
-            self._admitted([r for r in state.chunked if r.id not in self.admitted], now)
-        else:
-            state.begin_hybrid(step, now)
-        seqs = state.decode.size if step.decode else 0
-        context = state.decode.context_tokens if step.decode else 0
-        if not step.chunks:
+        requests = state.begin_hybrid(step, now)
+        seqs, context = (state.decode.size, state.decode.context_tokens) if step.decode else (0, 0)
+        if not requests:
             return self.device.decode_work(seqs, context), (0, seqs, context, 0, state.num_layers)
-        pieces = [(new, past) for _, new, past in step.chunks]
-        known = {r.id: r.known_tokens for r in state.chunked}
-        assert all(0 < new <= known[i] - past for i, new, past in step.chunks), "a chunk is empty or runs over its prompt"
-        logits = seqs + sum(new + past == known[i] for i, new, past in step.chunks)
+        pieces: list[tuple[int, int]] = []
+        tokens, logits = 0, seqs
+        for request, (_, new, past) in zip(requests, step.chunks, strict=True):
+            if past == 0:
+                self.wait_sum_s += now - request.queued_s
+            logits += new + past == request.known_tokens
+            tokens += new
+            pieces.append((new, past))
         work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
-        return work, (sum(new for new, _ in pieces), seqs, context, 0, state.num_layers)
-
-    def _admitted(self, requests: Any, now: float) -> None:
-        for request in requests:
-            self.wait_sum_s += now - request.queued_s
-            self.admitted.add(request.id)
-
-    def _noise_factor(self, lane: str) -> float:
-        """Log-normal, keyed by lane and step index: drawn in order from the lane's own stream."""
-        rng, drawn = self._noise[lane]
-        if not drawn:
-            drawn.extend(np.exp(self.noise_std * rng.standard_normal(1024))[::-1].tolist())
-        return drawn.pop()
+        return work, (tokens, seqs, context, 0, state.num_layers)
 
     # ---- finishing -------------------------------------------------------------------------------
 
-    def _finish(self, flight: Flight, lane: str, now: float) -> None:
+    def _ended(self, flight: Flight, lane: str, now: float) -> None:
+        """Tell the policy how long a step took, and write its row."""
         step = flight.step
         elapsed = now - flight.start_s
-        if lane == DECODE:
-            finished = self.finish_at.pop(self.state.decode.iteration + 1, ())
-            self._emit_iteration(now)
-            self.state.finish_decode(finished)
-            for request in finished:
-                self._close_finished(request, now)
-        elif lane == PREFILL:
-            for request in self.state.finish_prefill(now):
-                self._emit_first(request, now)
-                if request.generated >= self.outputs[request.id]:
-                    self.state.release(request)
-                    self._close_finished(request, now)
-        else:
-            self._finish_hybrid(step, now)
         if self.record is not None:
             self.record("observe", (step, elapsed))
         self.policy.observe(step, elapsed)
-        (prefill_tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d) = self.row_state[lane]
+        (prefill_tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d) = flight.row
         self.sink.step((self.steps_ended, lane, lane, flight.start_s, now, flight.sms, prefill_tokens, seqs, context,
                         first_layer, layers, step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used,
                         target_p, target_d, step.reason))
@@ -453,7 +479,6 @@ class Simulation:
         """A request is about to be preempted: it ends at another iteration than was filed."""
         self.preemptions_since_token += 1
         request = self.state.decode.requests.get(victim)
-        self.admitted.discard(victim)
         if request is None:
             return
         end = request.join_iteration + self.outputs[request.id] - request.generated
@@ -529,7 +554,8 @@ class Simulation:
     def _guard_waits(self, lane: str) -> None:
         """A policy that waits, and then waits again, with nobody else to change anything, would do so for ever."""
         self.waits_since_launch += 1
-        if (self.waits_since_launch > STALL_DECISIONS and not self.gpu.flights
+        idle = self.gpu.prefill is None and self.gpu.decode is None and self.gpu.hybrid is None
+        if (self.waits_since_launch > STALL_DECISIONS and idle
                 and self.next_arrival == len(self.arrivals)):
             raise NoProgressError(self._stuck(f"{lane} waited {STALL_DECISIONS} times while nothing ran or arrived"))
 
