@@ -140,7 +140,7 @@ before each of them and after the last: seconds at 0, and seconds per unit of ``
 class _Row:
     """Kernels that depend on one count alone (tokens, or sequences): built once per count, exact."""
 
-    __slots__ = ("bytes", "curves", "fixed_s", "flops", "gemms", "row_s")
+    __slots__ = ("bytes", "curves", "fixed_s", "flops", "gemms", "row_s", "solo_s")
 
     def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
         self.gemms = gemms
@@ -148,10 +148,20 @@ class _Row:
         self.fixed_s = fixed_s
         self.flops = flops
         self.bytes = bytes_
+        self.solo_s: dict[int, float] = {}
         self.curves: dict[tuple[int, float], _Curve] = {}
 
+    def seconds(self, sms: int, rate: float, inverse: float) -> float:
+        """Seconds; ``inverse``: 1 / share of bandwidth, contention included."""
+        seconds = self.fixed_s + self.row_s * inverse
+        for block_s, blocks, moved_s in self.gemms:
+            compute_s = -(-blocks // sms) * block_s / rate
+            memory_s = moved_s * inverse
+            seconds += compute_s if compute_s > memory_s else memory_s
+        return seconds
+
     def curve(self, sms: int, rate: float) -> _Curve:
-        """Each GEMM is bound by compute up to its corner and by memory beyond it."""
+        """:meth:`seconds` for any ``inverse``: each GEMM is bound by compute up to its corner and by memory beyond it."""
         terms = []
         constant = self.fixed_s
         for block_s, blocks, moved_s in self.gemms:
@@ -231,6 +241,8 @@ class DeviceModel:
         self._decode_fixed_s = c.decode_attention_overhead_s
         self._decode_seq_s = c.decode_attention_seq_s
         self._host_gap_s = c.host_gap_s
+        self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
+        self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
 
@@ -350,24 +362,31 @@ class DeviceModel:
         Where bytes bound several tiles alike (decode), the one with the least arithmetic: a wide tile, mostly empty,
         would wait for bandwidth on all SMs and for its own padding on a few.
         """
-        c = self.coefficients
-        moved_s = kernel.bytes / (self.gpu.mem_bytes_per_s * c.gemm_bandwidth)
+        moved_s = kernel.bytes * self._gemm_byte_s
         best: _Term = (0.0, 0, 0.0)
-        best_s = (float("inf"), 0.0)
+        best_s = best_compute_s = float("inf")
         # Mixture of experts: rows are spread over experts, each padded to its own tiles.
         whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
-        for rows, columns, efficiency in c.gemm_tiles:
-            if groups == 1.0:
-                blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
-            else:
-                blocks = max(1, round(groups * -(-kernel.rows // rows) * -(-kernel.columns // columns)))
-            block_s = 2.0 * rows * columns * kernel.k * self._op_s / efficiency + c.gemm_block_overhead_s
+        for rows, columns, block_s in self._tiles(kernel.k):
+            blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
+            if groups != 1.0:
+                blocks = max(1, round(groups * blocks))
             compute_s = -(-blocks // self.num_sms) * block_s
-            seconds = (max(compute_s, moved_s), compute_s)
-            if seconds < best_s:
-                best, best_s = (block_s, blocks, moved_s), seconds
+            seconds = compute_s if compute_s > moved_s else moved_s
+            if seconds < best_s or (seconds == best_s and compute_s < best_compute_s):
+                best, best_s, best_compute_s = (block_s, blocks, moved_s), seconds, compute_s
         return best
+
+    def _tiles(self, k: int) -> list[tuple[int, int, float]]:
+        """Rows, columns and seconds of a block of each tile, for one inner dimension."""
+        tiles = self._tiles_of.get(k)
+        if tiles is None:
+            c = self.coefficients
+            tiles = self._tiles_of[k] = [
+                (rows, columns, 2.0 * rows * columns * k * self._op_s / efficiency + c.gemm_block_overhead_s)
+                for rows, columns, efficiency in c.gemm_tiles]
+        return tiles
 
     # ---- seconds ---------------------------------------------------------------------------------
 
@@ -382,23 +401,44 @@ class DeviceModel:
 
     def solo_seconds(self, work: StepWork, sms: int) -> float:
         """The step alone on ``sms`` SMs, the others idle."""
-        if work.solo_sms != sms or not self.cache:
-            work.solo_sms, work.solo_s = sms, self._step_seconds(work, sms, self._rate[sms], self._inverse_bandwidth[sms])
-        return work.solo_s
-
-    def _step_seconds(self, work: StepWork, sms: int, rate: float, inverse: float) -> float:
-        """``inverse``: 1 / share of bandwidth, contention included."""
-        seconds = self._row_seconds(work.dense, sms, rate, inverse) + work.attention_fixed_s
+        if work.solo_sms == sms and self.cache:
+            return work.solo_s
+        rate, inverse = self._rate[sms], self._inverse_bandwidth[sms]
+        dense, head = work.dense, work.head
+        seconds = dense.solo_s.get(sms)
+        if seconds is None:
+            seconds = self._row_solo(dense, sms)
+        seconds += work.attention_fixed_s
         for block_s, blocks, moved_s in work.attention:
             compute_s = -(-blocks // sms) * block_s / rate
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
-        seconds *= work.layers
-        if work.head is not None:
-            seconds += self._row_seconds(work.head, sms, rate, inverse)
-        return seconds + work.fixed_s
+        seconds = seconds * work.layers + work.fixed_s
+        if head is not None:
+            head_s = head.solo_s.get(sms)
+            seconds += self._row_solo(head, sms) if head_s is None else head_s
+        work.solo_sms, work.solo_s = sms, seconds
+        return seconds
 
-    def _row_seconds(self, row: _Row, sms: int, rate: float, inverse: float) -> float:
+    def _row_solo(self, row: _Row, sms: int) -> float:
+        seconds = row.seconds(sms, self._rate[sms], self._inverse_bandwidth[sms])
+        if self.cache:
+            row.solo_s[sms] = seconds
+        return seconds
+
+    def _corun_seconds(self, work: StepWork, sms: int, rate: float, inverse: float) -> float:
+        """Beside another step: rows come as curves, for ``inverse`` hardly ever repeats."""
+        seconds = self._row_corun(work.dense, sms, rate, inverse) + work.attention_fixed_s
+        for block_s, blocks, moved_s in work.attention:
+            compute_s = -(-blocks // sms) * block_s / rate
+            memory_s = moved_s * inverse
+            seconds += compute_s if compute_s > memory_s else memory_s
+        seconds = seconds * work.layers + work.fixed_s
+        if work.head is not None:
+            seconds += self._row_corun(work.head, sms, rate, inverse)
+        return seconds
+
+    def _row_corun(self, row: _Row, sms: int, rate: float, inverse: float) -> float:
         curve = row.curves.get((sms, rate))
         if curve is None:
             curve = row.curve(sms, rate)
@@ -422,16 +462,16 @@ class DeviceModel:
             rate = self._rate[n]
             p_rate, d_rate = rate * p_effective / p, rate * d_effective / d
             p_inverse, d_inverse = 1 / self._bandwidth_share(p_effective), 1 / self._bandwidth_share(d_effective)
-            p_solo = self._step_seconds(prefill, p, p_rate, p_inverse)
-            d_solo = self._step_seconds(decode, d, d_rate, d_inverse)
+            p_solo = self._corun_seconds(prefill, p, p_rate, p_inverse)
+            d_solo = self._corun_seconds(decode, d, d_rate, d_inverse)
         else:
             p_rate = d_rate = self._rate[p + d]
             p_inverse, d_inverse = self._inverse_bandwidth[p], self._inverse_bandwidth[d]
             p_solo = self.solo_seconds(prefill, p)
             d_solo = self.solo_seconds(decode, d)
         p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo)
-        return (self._step_seconds(prefill, p, p_rate, p_inverse * p_slow),
-                self._step_seconds(decode, d, d_rate, d_inverse * d_slow))
+        return (self._corun_seconds(prefill, p, p_rate, p_inverse * p_slow),
+                self._corun_seconds(decode, d, d_rate, d_inverse * d_slow))
 
     def _slowdowns(self, use_a: float, use_b: float) -> tuple[float, float]:
         """``s`` of two lanes that would alone draw ``use_a`` and ``use_b`` bytes/s."""
@@ -495,7 +535,7 @@ class DeviceModel:
 
 
 def _step_seconds_all(work: StepWork, sms: NDArray[np.int64], rate: Any, inverse: Any) -> NDArray[np.float64]:
-    """``DeviceModel._step_seconds`` over arrays of SMs."""
+    """Seconds of a step over arrays of SMs."""
 
     def terms(items: Sequence[_Term], start: Any) -> Any:
         seconds = start

@@ -576,7 +576,7 @@ class SystemState:
             self._preempt(step.preempt, now_s)
         launched: list[Request] = []
         if step.chunks:
-            by_id = {r.id: r for r in self.chunked}
+            by_id = {r.id: r for r in self.chunked} if self.chunked else {}
             for request_id, new, past in step.chunks:
                 request = by_id.get(request_id)
                 if request is None:
@@ -584,7 +584,8 @@ class SystemState:
                     request = self._admit(request_id, now_s)
                     self.chunked.append(request)
                 assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
-                assert 0 < new <= request.known_tokens - past, f"{request}: a chunk of {new} is empty or runs over"
+                assert 0 < new <= request.prompt_tokens + request.generated - past, (
+                    f"{request}: a chunk of {new} is empty or runs over")
                 launched.append(request)
         else:
             assert self.decode.size, f"{step}: an empty batch"
@@ -644,9 +645,10 @@ class SystemState:
             request.first_token_s = now_s
 
     def _end_iteration(self, finished: Iterable[Request]) -> None:
-        self.decode.iteration += 1
+        decode, kv = self.decode, self.kv
+        decode.iteration += 1
         for request in finished:
-            self.kv.give_back(self.kv.blocks_for(self.decode.leave(request)))
+            kv.give_back(-(-decode.leave(request) // kv.block_tokens))
             request.phase = Phase.FINISHED
 
     def _preempt(self, victims: tuple[int, ...], now_s: float) -> None:

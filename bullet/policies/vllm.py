@@ -66,10 +66,11 @@ class Vllm:
         for request in queue:
             if budget == 0 or slots == 0:
                 break
-            blocks = kv.blocks_for(request.known_tokens)
+            known = request.known_tokens
+            blocks = -(-known // kv.block_tokens)
             if blocks > free:
                 break
-            new = min(request.known_tokens, budget)
+            new = known if known < budget else budget
             chunks.append(Chunk(request.id, new, 0))
             free -= blocks
             budget -= new

@@ -430,7 +430,8 @@ class Simulation:
         for request, (_, new, past) in zip(requests, step.chunks, strict=True):
             if past == 0:
                 self.wait_sum_s += now - request.queued_s
-            logits += new + past == request.known_tokens
+            if new + past == request.prompt_tokens + request.generated:
+                logits += 1
             tokens += new
             pieces.append((new, past))
         work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
