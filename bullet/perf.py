@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,8 +56,8 @@ class Estimator(Protocol):
     def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
         """``prefill_seconds(..)[index]``, cheaper."""
 
-    def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
-        """``decode_seconds(..)[index]``, cheaper."""
+    def decode_line(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Callable[[int], float]:
+        """``decode_seconds(..)`` as a function of the index, for a few of them: cheaper. Good until the next ``observe``."""
 
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt alone, before online correction."""
@@ -136,13 +137,13 @@ class Recalibration:
         """Learn from one step."""
         if not self.enabled or predicted_s <= 0 or elapsed_s <= 0:
             return
-        error = math.log(elapsed_s / predicted_s)
-        logs, bucket = self._log[phase], self.BUCKETS if sms >= self.num_sms else sms * self.BUCKETS // self.num_sms
-        before = logs[bucket]
+        bucket = self.BUCKETS if sms >= self.num_sms else sms * self.BUCKETS // self.num_sms
+        logs, mean, weight = self._log[phase], self._mean[phase], self.weight
         # The first observation of a bucket corrects what it was predicted with: the phase's mean.
-        after = (self._mean[phase] if before is None else before) + self.weight * error
+        before = logs[bucket]
+        after = (mean if before is None else before) + weight * math.log(elapsed_s / predicted_s)
         logs[bucket] = after
-        self._mean[phase] += self.weight * (after - self._mean[phase])
+        self._mean[phase] = mean + weight * (after - mean)
         factor = self.factor[phase]
         factor[bucket] = math.exp(after)
         self._arrays[phase] = None
@@ -150,9 +151,9 @@ class Recalibration:
         if unseen:
             if bucket in unseen:
                 unseen.remove(bucket)
-            mean = math.exp(self._mean[phase])
+            borrowed = math.exp(self._mean[phase])
             for other in unseen:
-                factor[other] = mean
+                factor[other] = borrowed
 
 
 # ---------------------------------------------------------------------------------------- published form
@@ -160,9 +161,8 @@ class Recalibration:
 
 def _srm_seconds(kernels: Sequence[work.KernelWork], compute: Array, bandwidth: Array) -> Array:
     """Eq. 1 summed over kernels."""
-    total = np.zeros_like(compute)
-    for kernel in kernels:
-        total = total + np.maximum(kernel.flops / compute, kernel.bytes / bandwidth)
+    flops, bytes_ = (np.array(column)[:, None] for column in zip(*((k.flops, k.bytes) for k in kernels), strict=True))
+    total: Array = np.maximum(flops / compute, bytes_ / bandwidth).sum(axis=0)
     return total
 
 
@@ -456,13 +456,22 @@ class Srm:
 
     def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
         """One element of :meth:`decode_seconds`, to the last bit."""
+        return self.decode_line(num_seqs, context_tokens, prefill_tokens)(index)
+
+    def decode_line(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Callable[[int], float]:
+        """The same for a few indices."""
         _, _, row, per_token = self._decode_row(num_seqs, prefill_tokens)
         _, _, first, slope = self._alpha_row(num_seqs, prefill_tokens > 0)
-        alpha = first[index] + slope[index] * (context_tokens / num_seqs)
-        if alpha < MIN_ALPHA:
-            alpha = MIN_ALPHA
-        return (row[index] + per_token[index] * context_tokens) * alpha * (
-            self._factor[DECODE][self._bucket_of[DECODE][index]])
+        factor, bucket_of = self._factor[DECODE], self._bucket_of[DECODE]
+        mean_tokens = context_tokens / num_seqs
+
+        def at(index: int) -> float:
+            alpha = first[index] + slope[index] * mean_tokens
+            if alpha < MIN_ALPHA:
+                alpha = MIN_ALPHA
+            return (row[index] + per_token[index] * context_tokens) * alpha * factor[bucket_of[index]]
+
+        return at
 
     def _decode_row(self, num_seqs: int, prefill_tokens: int) -> tuple[Array, Array, list[float], list[float]]:
         """Seconds without context and per context token, alpha and correction left out; as arrays and as lists."""
@@ -541,6 +550,10 @@ class Oracle(Srm):
     def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
         """One element of :meth:`decode_seconds`."""
         return float(self.decode_seconds(num_seqs, context_tokens, prefill_tokens)[index])
+
+    def decode_line(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Callable[[int], float]:
+        """The same for a few indices."""
+        return partial(self.decode_at, num_seqs, context_tokens, prefill_tokens)
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
         """The device's own answer beside a prefill of one prompt of that length."""

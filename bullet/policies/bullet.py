@@ -76,7 +76,9 @@ def order_statistic(slacks: NDArray[np.float64]) -> float:
     if n == 0:
         return math.inf
     index = n // 10  # n - ceil(0.9 n)
-    return float(np.partition(slacks, index)[index])
+    ordered = slacks.copy()
+    ordered.partition(index)
+    return float(ordered[index])
 
 
 def p90(values: NDArray[np.float64]) -> float:
@@ -151,13 +153,13 @@ class Bullet:
     def _prefill(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
         present = self._present_prefill(state)
-        seqs = state.decode_seqs
-        beside = (seqs, state.decode_context_tokens) if seqs else None
+        seqs, context = state.decode_seqs, state.decode_context_tokens
+        beside = (seqs, context) if seqs else None
         popped: list[Request] = []
         ttft: _Forecast
         if batch is not None:
             # P runs and goes on: satisfied = every request of P meets its TTFT SLO under the present split.
-            tokens, layers_left = batch.tokens, batch.layers_left
+            tokens, total_tokens, layers_left = batch.tokens, batch.total_tokens, batch.layers_left
             ttft = _RunningBatch(self, state, batch, now_s, beside, layers_left / batch.num_layers, 0.0)
             margin_s = ttft.margin(present)
         else:
@@ -168,8 +170,9 @@ class Bullet:
             popped = self._pop(state, ranked, present if seqs else self.full)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
                 return Wait(None, Published(ttft_margin_s=margin_s), Partition(0, self.num_sms), "kv-full")
-            tokens, layers_left = tuple(r.known_tokens for r in popped), state.num_layers
-        admit = tuple(r.id for r in popped)
+            tokens, layers_left = tuple([r.known_tokens for r in popped]), state.num_layers
+            total_tokens = sum(tokens)
+        admit = tuple([r.id for r in popped])
         published = Published(ttft_margin_s=margin_s)
         layers = min(self.layers_per_step, layers_left)
 
@@ -184,7 +187,7 @@ class Bullet:
         if not seqs:  # no decodes: p = N
             return launch(self.num_sms, self.full, Partition(self.num_sms, 0), "no-decode")
 
-        step = self._decode_step(state, sum(tokens))
+        step = self._decode_step(state, seqs, context, total_tokens)
         limit_s = self._limit(state, now_s)
         # The branch test reads what decode published, unless the batch it spoke of is gone: an empty one is satisfied.
         tpot_margin_s = state.decode_published.tpot_margin_s
@@ -200,11 +203,12 @@ class Bullet:
 
     def _decode(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
+        seqs, context = state.decode_seqs, state.decode_context_tokens
         victims = decode_victims(state)
-        if victims and len(victims) >= state.decode_seqs:
-            assert batch is not None, f"one request outgrew the KV cache: {state.decode_seqs} decoding"
+        if victims and len(victims) >= seqs:
+            assert batch is not None, f"one request outgrew the KV cache: {seqs} decoding"
             return Wait(reason="kv-full")  # P holds the blocks, until its last layer
-        step = self._decode_step(state, sum(batch.tokens) if batch is not None else 0, victims)
+        step = self._decode_step(state, seqs, context, batch.total_tokens if batch is not None else 0, victims)
         limit_s = self._limit(state, now_s)
         tpot_margin_s = limit_s - step.at(self._present_decode(state))
         published = Published(tpot_margin_s=tpot_margin_s)
@@ -222,8 +226,7 @@ class Bullet:
         if flight is not None and isinstance(flight.step, PrefillStep):
             flying_s = flight.remaining_s(now_s)
             layers -= flight.step.layers
-        beside = (state.decode_seqs, state.decode_context_tokens)
-        ttft = _RunningBatch(self, state, batch, now_s, beside, layers / batch.num_layers, flying_s)
+        ttft = _RunningBatch(self, state, batch, now_s, (seqs, context), layers / batch.num_layers, flying_s)
         if self.partition:
             ttft_margin_s = state.prefill_published.ttft_margin_s
             satisfied = ttft_margin_s is None or ttft_margin_s >= 0
@@ -341,9 +344,9 @@ class Bullet:
 
     # ---- TPOT ------------------------------------------------------------------------------------
 
-    def _decode_step(self, state: SystemState, prefill_tokens: int, victims: tuple[int, ...] = ()) -> _DecodeForecast:
-        """The next iteration beside a prefill of that many tokens: with those waiting to merge, without victims."""
-        seqs, context = state.decode_seqs, state.decode_context_tokens
+    def _decode_step(self, state: SystemState, seqs: int, context: int, prefill_tokens: int,
+                     victims: tuple[int, ...] = ()) -> _DecodeForecast:
+        """The next iteration (``seqs``, ``context``: with those waiting to merge) beside a prefill, without victims."""
         if DECODE in state.in_flight:
             context += state.decode.size  # the iteration in flight adds a token to each
         for request_id in victims:
@@ -381,6 +384,10 @@ class Bullet:
         while started < len(queue.requests) and queue.requests[started].first_token_s is not None:
             started += 1
         rows = self._rows_for(queue.known_tokens)
+        if len(rows) == 1:
+            self._ranked = _Ranked(queue.version, _FIRST, rows, queue.arrival_s.copy(), queue.ttft_slo_s.copy(),
+                                   started <= _FIRST if started else None)
+            return self._ranked
         order = np.arange(len(rows))
         if len(rows) - started > 1:
             own = self._table[rows, index] * self.estimator.prefill_correction()[index]
@@ -497,6 +504,9 @@ class Bullet:
 
     def _queue_margin(self, ranked: _Ranked, now_s: float, index: int) -> float:
         """Seconds by which P90(ttft) over Q is inside its SLO under one split, no batch being ahead of it."""
+        if len(ranked.order) == 1 and ranked.counts is None:  # the same sum, for the queue that is met most
+            end_s = float(self._table[ranked.rows[0], index]) * float(self.estimator.prefill_correction()[index])
+            return float(ranked.arrival_s[0]) + float(ranked.ttft_slo_s[0]) - end_s - now_s
         slack = ranked.arrival_s + ranked.ttft_slo_s - self._ends(ranked, index)
         return order_statistic(slack if ranked.counts is None else slack[ranked.counts]) - now_s
 
@@ -509,7 +519,7 @@ class Bullet:
     def _rows_for(self, tokens: NDArray[np.float64]) -> NDArray[np.int64]:
         """Rows of ``_table`` for these prompt lengths; new ones are filled in."""
         lengths = tokens.astype(np.int64)
-        longest = int(lengths.max())
+        longest = int(lengths[0]) if len(lengths) == 1 else int(lengths.max())
         if longest >= len(self._row_of):
             self._row_of = np.concatenate((self._row_of, np.full(longest + 1, -1, dtype=np.int64)))
         rows = self._row_of[lengths]
@@ -541,6 +551,10 @@ def _first_token_s(request: Request) -> float:
     return request.first_token_s
 
 
+_FIRST = np.zeros(1, dtype=np.int64)
+"""The order of a queue of one."""
+
+
 class _Ranked(NamedTuple):
     """Q in order of service: columns in that order. ``counts``: who has a TTFT left to miss (``None``: all)."""
 
@@ -568,17 +582,15 @@ class _Forecast(Protocol):
 class _DecodeForecast:
     """The next decode step's seconds under each split: one at a time, or all at once."""
 
-    __slots__ = ("context_tokens", "estimator", "prefill_tokens", "seqs")
+    __slots__ = ("at", "context_tokens", "estimator", "prefill_tokens", "seqs")
 
     def __init__(self, estimator: Estimator, seqs: int, context_tokens: int, prefill_tokens: int) -> None:
         self.estimator = estimator
         self.seqs = seqs
         self.context_tokens = context_tokens
         self.prefill_tokens = prefill_tokens
-
-    def at(self, index: int) -> float:
-        """Seconds under one split."""
-        return self.estimator.decode_at(self.seqs, self.context_tokens, self.prefill_tokens, index)
+        #: Seconds under one split, by its index.
+        self.at = estimator.decode_line(seqs, context_tokens, prefill_tokens)
 
     def all(self) -> NDArray[np.float64]:
         """Seconds under all splits."""
@@ -586,8 +598,9 @@ class _DecodeForecast:
 
     def first_within(self, limit_s: float, first: int, last: int) -> int | None:
         """The first split of ``first .. last`` whose step takes at most ``limit_s``: mostly one of the first few."""
+        at = self.at
         for index in range(first, min(first + 4, last + 1)):
-            if self.at(index) <= limit_s:
+            if at(index) <= limit_s:
                 return index
         if last < first + 4:
             return None

@@ -72,6 +72,9 @@ class Tabulated:
     def decode_at(self, num_seqs, context_tokens, prefill_tokens, index):
         return float(self.step[index])
 
+    def decode_line(self, *state):
+        return lambda index: self.decode_at(*state, index)
+
     def prefill_intensity(self, prompt_tokens):
         return self.intensity * len(prompt_tokens)
 
