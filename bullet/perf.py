@@ -38,6 +38,8 @@ Array = NDArray[np.float64]
 
 CACHE_ENTRIES = 8192
 """Rows kept by a cache before it starts anew: bounds memory, never changes a result."""
+DENSE_BLOCK = 16
+"""Token counts whose kernels are computed together."""
 MIN_ALPHA = 0.5
 """Linear extrapolation far outside the samples may not turn alpha into nonsense: nothing beats peak twofold."""
 MIN_SHARE = 0.05
@@ -223,6 +225,8 @@ class Srm:
         self._bandwidth = {phase: gpu.mem_bytes_per_s * np.minimum(1.0, own / gpu.knee_sms)
                            for phase, own in self._own.items()}
         self._gpu = gpu
+        self._dense_blocks: dict[int, tuple[Array, list[float], list[float]]] = {}
+        self._head_rows: dict[int, Array] = {}
         self._prefill_rows: dict[tuple[int, ...], tuple[Array, list[float]]] = {}
         self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
         self._decode_rows: dict[tuple[int, int], tuple[Array, Array, list[float], list[float]]] = {}
@@ -409,10 +413,47 @@ class Srm:
         return row
 
     def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
-        theory = self._prefill_theory(prompt_tokens, self._compute[PREFILL], self._bandwidth[PREFILL])
-        alpha = interpolate(math.log2(sum(prompt_tokens)), self._prefill_nodes, self._alpha_prefill)
+        total = sum(prompt_tokens)
+        dense_s, _, _ = self._dense(total)
+        attention = work.prefill_attention(self.model, [(t, 0) for t in prompt_tokens], self.tensor_parallel)
+        compute, bandwidth = self._compute[PREFILL], self._bandwidth[PREFILL]
+        layer_s = np.maximum(attention.flops / compute, attention.bytes / bandwidth) + dense_s
+        theory = self.model.num_layers * layer_s + self._head_seconds(len(prompt_tokens))
+        alpha = interpolate(math.log2(total), self._prefill_nodes, self._alpha_prefill)
         base: Array = theory * np.maximum(alpha, MIN_ALPHA) * self.error
         return base
+
+    def _dense(self, tokens: int) -> tuple[Array, float, float]:
+        """A layer's kernels but attention, with its all-reduces: eq. 1 over splits, operations, bytes.
+
+        They depend on the tokens alone, so neighbouring counts are computed together: nine kernels cost as much for one.
+        """
+        block = self._dense_blocks.get(tokens // DENSE_BLOCK)
+        if block is None:
+            if len(self._dense_blocks) >= CACHE_ENTRIES // DENSE_BLOCK:
+                self._dense_blocks.clear()
+            first = tokens - tokens % DENSE_BLOCK
+            block = self._dense_blocks[tokens // DENSE_BLOCK] = self._dense_block(range(first, first + DENSE_BLOCK))
+        seconds, flops, bytes_ = block
+        i = tokens % DENSE_BLOCK
+        return seconds[i], flops[i], bytes_[i]
+
+    def _dense_block(self, tokens: Sequence[int]) -> tuple[Array, list[float], list[float]]:
+        rows = [work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens]
+        flops, bytes_ = np.array([[k.flops for k in r] for r in rows]), np.array([[k.bytes for k in r] for r in rows])
+        compute, bandwidth = self._compute[PREFILL], self._bandwidth[PREFILL]
+        seconds = np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
+        seconds += np.array([self._network_seconds(t) for t in tokens])[:, None]
+        return seconds, flops.sum(axis=1).tolist(), bytes_.sum(axis=1).tolist()
+
+    def _head_seconds(self, num_seqs: int) -> Array:
+        """Eq. 1 of final norm and LM head over prefill's splits."""
+        row = self._head_rows.get(num_seqs)
+        if row is None:
+            row = self._head_rows[num_seqs] = _srm_seconds(
+                work.head_kernels(self.model, num_seqs, self.tensor_parallel), self._compute[PREFILL],
+                self._bandwidth[PREFILL])
+        return row
 
     def prefill_correction(self) -> Array:
         """Online correction of prefill on each split."""
@@ -495,8 +536,9 @@ class Srm:
 
     def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
         """A layer's operations per byte."""
-        kernels = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0, self.tensor_parallel)
-        return sum(k.flops for k in kernels) / sum(k.bytes for k in kernels)
+        _, flops, bytes_ = self._dense(sum(prompt_tokens))
+        attention = work.prefill_attention(self.model, [(t, 0) for t in prompt_tokens], self.tensor_parallel)
+        return (flops + attention.flops) / (bytes_ + attention.bytes)
 
     def ridge(self, index: int) -> float:
         """C_p / D_p."""

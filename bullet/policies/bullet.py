@@ -135,8 +135,7 @@ class Bullet:
         self._due_s = math.inf
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
         self._table = np.empty((256, self.full + 1))  # a row for each prompt length: uncorrected seconds over splits
-        self._row_of = np.full(4096, -1, dtype=np.int64)  # prompt length -> row
-        self._rows = 0
+        self._row_of: dict[int, int] = {}  # prompt length -> row
 
     # ---- the two lanes ---------------------------------------------------------------------------
 
@@ -379,15 +378,14 @@ class Bullet:
     def _sort(self, state: SystemState, now_s: float, index: int) -> _Ranked:
         """Q by least estimated latency under one split, with the readings of ``OPTIONS``."""
         queue = state.queue
+        if len(queue.requests) == 1:
+            self._ranked = self._rank_one(queue.version, queue.requests[0])
+            return self._ranked
         # Preempted requests stand at the front. Their first token is out, so that only TPOT is at stake: they go first.
         started = 0
         while started < len(queue.requests) and queue.requests[started].first_token_s is not None:
             started += 1
         rows = self._rows_for(queue.known_tokens)
-        if len(rows) == 1:
-            self._ranked = _Ranked(queue.version, _FIRST, rows, queue.arrival_s.copy(), queue.ttft_slo_s.copy(),
-                                   started <= _FIRST if started else None)
-            return self._ranked
         order = np.arange(len(rows))
         if len(rows) - started > 1:
             own = self._table[rows, index] * self.estimator.prefill_correction()[index]
@@ -400,6 +398,12 @@ class Bullet:
         self._ranked = _Ranked(queue.version, order, rows[order], queue.arrival_s[order], queue.ttft_slo_s[order],
                                order >= started if started else None)
         return self._ranked
+
+    def _rank_one(self, version: int, request: Request) -> _Ranked:
+        """A queue of one, which is met most."""
+        counts = None if request.first_token_s is None else np.zeros(1, dtype=np.bool_)
+        return _Ranked(version, _FIRST, np.array([self._row_for(request.known_tokens)]), np.array([request.arrival_s]),
+                       np.array([request.ttft_slo_s]), counts)
 
     def _last_sorted(self, state: SystemState, now_s: float) -> _Ranked:
         """Q as last sorted, sorted anew if it has changed since."""
@@ -517,22 +521,18 @@ class Bullet:
         return ratios if ranked.counts is None else ratios[ranked.counts]
 
     def _rows_for(self, tokens: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Rows of ``_table`` for these prompt lengths; new ones are filled in."""
-        lengths = tokens.astype(np.int64)
-        longest = int(lengths[0]) if len(lengths) == 1 else int(lengths.max())
-        if longest >= len(self._row_of):
-            self._row_of = np.concatenate((self._row_of, np.full(longest + 1, -1, dtype=np.int64)))
-        rows = self._row_of[lengths]
-        if rows.min() < 0:
-            for length in lengths[rows < 0].tolist():
-                if self._row_of[length] < 0:
-                    if self._rows == len(self._table):
-                        self._table = np.concatenate((self._table, np.empty_like(self._table)))
-                    self._table[self._rows] = self.estimator.prefill_base(length)
-                    self._row_of[length] = self._rows
-                    self._rows += 1
-            rows = self._row_of[lengths]
-        return rows
+        """Rows of ``_table`` for these prompt lengths."""
+        return np.array([self._row_for(int(length)) for length in tokens.tolist()])
+
+    def _row_for(self, length: int) -> int:
+        """Row of ``_table`` for a prompt length; a new one is filled in."""
+        row = self._row_of.get(length)
+        if row is None:
+            row = self._row_of[length] = len(self._row_of)
+            if row == len(self._table):
+                self._table = np.concatenate((self._table, np.empty_like(self._table)))
+            self._table[row] = self.estimator.prefill_base(length)
+        return row
 
     # ---- small questions -------------------------------------------------------------------------
 
