@@ -58,6 +58,7 @@ class Chunked:
         self.waiting: list[Walk] = []
         self.running: list[Walk] = []
         self.held: dict[int, int] = {}  # blocks that each running request holds
+        self.last_end = float("-inf")
 
     def free(self) -> int:
         return self.total - sum(self.held.values())
@@ -106,6 +107,7 @@ class Chunked:
             assert plan, f"nothing to do at {now}"
             work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
             now += self.device.solo_seconds(work, self.device.num_sms)
+            self.last_end = now
             for r in list(self.running):
                 new = plan.get(r.id, 0)
                 if not new:
@@ -160,62 +162,96 @@ class VllmWalk(Chunked):
 
 
 class SglangWalk(Chunked):
-    """Chunks ahead of decodes, or (``mixed``) both; admission sets room aside, shortage retracts."""
+    """Chunks ahead of decodes, or (``mixed``) both; admission sets room aside, shortage retracts to the back of the queue."""
 
     mixed = False
     ratio = 0.7
+    full = False  # a prompt found no room; forgotten when a decode step finds fewer requests than then
+    full_with = 0
 
     def schedule(self) -> dict[int, int]:
         decodes = [r for r in self.running if self.decoding(r)]
+        pending = [r for r in self.running if not self.decoding(r)]
+        if not decodes:
+            self.full = False
+            if not pending and self.rested():
+                self.ratio = 0.7
         grow = [r for r in decodes if r.blocks(r.computed + 1) > self.held[r.id]]
-        if self.mixed:
-            if len(grow) > self.free():
-                return self.retract(decodes)
-            plan = self.chunks(self.budget - len(decodes), len(grow))
-            return plan | self.decode(decodes)
-        plan = self.chunks(min(self.budget, 16384), 0)
-        if plan:
-            return plan
+        if self.mixed and len(grow) > self.free():
+            return self.retract(decodes)
+        if pending or (self.waiting and not self.full):
+            plan = self.chunks(decodes, len(grow) if self.mixed else 0)
+            if plan:
+                return plan | (self.decode(decodes) if self.mixed else {})
         if len(grow) > self.free():
             return self.retract(decodes)
+        if len(decodes) < self.full_with:
+            self.full = False
+        self.ratio = max(self.ratio - (0.7 - 0.098) / 600, 0.098)
         return self.decode(decodes)
 
-    def decode(self, decodes: list[Walk], learn: bool = True) -> dict[int, int]:
+    def rested(self) -> bool:
+        """Nobody waited when the last step ended."""
+        return min(r.arrival for r in self.waiting) > self.last_end
+
+    def decode(self, decodes: list[Walk]) -> dict[int, int]:
         for r in decodes:
             self.held[r.id] = r.blocks(r.computed + 1)
-        if decodes and learn:
-            self.ratio = max(self.ratio - (0.7 - 0.098) / 600, 0.098)
         return {r.id: 1 for r in decodes}
 
-    def chunks(self, left: int, growth: int) -> dict[int, int]:
+    def chunks(self, decodes: list[Walk], growth: int) -> dict[int, int]:
         plan: dict[int, int] = {}
+        self.full = False
+        left = self.budget - (len(decodes) if self.mixed else 0)
+        prefill_left = 16384 - (len(decodes) if self.mixed else 0)
+        aside = self.ratio * sum(max(512 - len(r.tokens), 0) for r in decodes)
         for r in self.running:
-            if not self.decoding(r) and left > 0:
-                plan[r.id] = min(r.known - r.computed, left)
-                left -= plan[r.id]
-        each = -(-int(self.ratio * 512) // BLOCK)
-        while left > 0 and self.waiting:
-            r = self.waiting[0]
-            aside = each * (len(self.running) + 1) if self.running else 0
-            if r.blocks(r.known) + aside > self.free() - growth:
+            if not self.decoding(r):
+                new = min(r.known - r.computed, left)
+                if new > 0:
+                    plan[r.id] = new
+                    left -= new
+                    prefill_left -= new
+                if new == r.known - r.computed:
+                    aside += 512
+        for r in list(self.waiting):
+            room = self.free() - growth
+            if len(decodes) + len(plan) >= 2048 or r.blocks(r.known) > room:
+                self.full = True
+            elif decodes or plan:
+                self.full = r.known + 512 >= room * BLOCK - aside
+            if self.full or (plan and r.known >= prefill_left) or left <= 0:
                 break
             self.admit(r)
             plan[r.id] = min(r.known, left)
             left -= plan[r.id]
+            prefill_left -= plan[r.id]
+            if plan[r.id] == r.known:
+                aside += 512
+            if (self.free() - growth) * BLOCK <= aside:
+                self.full = True
+                break
+            if left <= 0 or prefill_left <= 0:
+                break
+        if not decodes or (self.mixed and plan):
+            self.full = False
+        self.full_with = len(decodes) + len(plan)
         return plan
 
     def retract(self, decodes: list[Walk]) -> dict[int, int]:
-        stay = sorted(decodes, key=lambda r: (-len(r.tokens), r.prompt, r.id))
-        out = []
+        stay = sorted(decodes, key=lambda r: (-len(r.tokens), r.prompt))
+        out: list[Walk] = []
         free = self.free()
-        while len(stay) > 1 and free < 2 * len(stay):  # ceil(20 / 16) blocks for each
+        while len(stay) > 1 and (not out or free * BLOCK < 20 * len(stay)):
             out.append(stay.pop())
             free += self.held[out[-1].id]
         for r in out:
             self.preempt(r)
+            self.waiting.append(self.waiting.pop(0))
         generated = sum(len(r.tokens) for r in stay)
-        self.ratio = max(min(1.0, (generated + 20 * len(stay)) / (512 * len(stay))), 0.098)
-        return self.decode([r for r in self.running if r in stay], learn=False)
+        self.ratio = min(1.0, (generated + 20 * len(stay)) / (512 * len(stay)))
+        self.full = False
+        return self.decode([r for r in decodes if r in stay])
 
 
 # ------------------------------------------------------------------------------------------- two lanes

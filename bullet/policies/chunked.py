@@ -1,34 +1,41 @@
-"""``sglang-N`` and ``sglang-N-mixed``: SGLang 0.4.6 with chunked prefill of N tokens.
+"""``sglang-N`` and ``sglang-N-mixed``: SGLang 0.4.6 with chunked prefill of N tokens. docs/policies.md names the sources.
 
-``sglang-N`` is the engine's default: prefill runs ahead of decodes. Whenever a chunk is pending or a queued prompt can be
-admitted, the step is a prefill batch of up to N tokens; otherwise every running request decodes one token.
+``sglang-N`` is the engine's default: prefill runs ahead of decodes. While a chunk is pending or a queued prompt is admitted,
+the step is a prefill batch of up to N tokens; otherwise every running request decodes one token.
 
 ``sglang-N-mixed`` is the paper's hybrid batch (``enable_mixed_chunk``): all decodes, then prompt chunks up to N tokens in
 all, so a prompt of sl tokens beside ds decodes takes ceil(sl / (N - ds)) iterations.
 
-Admission: the engine sets aside room for what running requests may yet generate, ``new_token_ratio`` x what is left of
-their announced ``max_new_tokens`` (clipped to 4,096); the ratio starts at 0.7, decays to 0.098 over 600 decode steps and
-is raised when requests were retracted. Here a policy must not see output lengths, and clients of these traces announce
-none, so ``assumed_new_tokens`` stands for the announced maximum (*assumed*). Retraction, when decode finds no block:
-requests with the fewest generated tokens leave last; retracted ones go back to the queue.
+Admission is first come, first served. It sets room aside for what may yet be generated: all of the announced
+``max_new_tokens`` for a newcomer, ``ratio`` x what is left of it for who runs already. The ratio starts at 0.7, falls to
+0.098 over 600 decode steps, is estimated anew by a retraction and starts over when the engine has been idle. Once a prompt
+found no room the batch counts as full: nothing is tried until a decode step finds that the batch has shrunk.
 
-Left out: radix cache (no shared prefixes here), the overlap scheduler's one-step lag, page alignment of chunks.
+A policy must not see output lengths, and clients of these traces announce none: ``assumed_new_tokens`` stands for the
+announced maximum (*assumed*). The engine's own benchmark client announces the true length; 512 is of the order of its
+outputs and, unlike a chat client's 4,096, lets a batch grow.
+
+Retraction, when decode finds no block: those with the fewest generated tokens leave (the longest prompt first), at least
+one, until each that stays has room for 20 tokens; they queue up *behind* who waits.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext, read_options
 from bullet.state import HYBRID, Chunk, Decision, HybridStep, Request, Step, SystemState, Wait
 
 OPTIONS = {
-    "max_running_requests": 4096,  # SGLang derives it from the KV size; on 80 GB it does not bind
-    "max_prefill_tokens": 16384,  # the engine's default cap on one prefill batch
+    # What the engine derives (capacity / context length x 512, within 2,048 and 4,096) for one 80 GB device and 128k context.
+    "max_running_requests": 2048,
+    "max_prefill_tokens": 16384,
     "initial_new_token_ratio": 0.7,
     "min_new_token_ratio": 0.098,  # 0.14 x the initial ratio
     "ratio_decay_steps": 600,
     "assumed_new_tokens": 512,
-    "retract_steps": 20,  # decode steps' worth of room that a retraction makes
+    "retract_steps": 20,
 }
 
 
@@ -43,72 +50,102 @@ class Sglang:
         for name, value in options.items():
             if value <= 0:
                 raise ConfigError(f"policy.options.{name} = {value}: must be positive")
-        self.options = options
-        self.chunk_tokens = min(chunk_tokens, options["max_prefill_tokens"])
+        self.chunk_tokens = chunk_tokens
         self.mixed = mixed
         self.sms = context.splits.num_sms
-        self.ratio: float = options["initial_new_token_ratio"]
-        self.decay: float = (self.ratio - options["min_new_token_ratio"]) / options["ratio_decay_steps"]
+        self.max_running: int = options["max_running_requests"]
+        self.max_prefill_tokens: int = options["max_prefill_tokens"]
+        self.new_tokens: int = options["assumed_new_tokens"]
+        self.retract_steps: int = options["retract_steps"]
+        self.initial_ratio: float = options["initial_new_token_ratio"]
+        self.min_ratio: float = min(options["min_new_token_ratio"], self.initial_ratio)
+        self.decay: float = (self.initial_ratio - self.min_ratio) / options["ratio_decay_steps"]
+        self.ratio = self.initial_ratio
+        #: Sequences when a prompt last found no room; ``None``: there may be room.
+        self.full_at: int | None = None
+        self.launched_s = self.ended_s = float("-inf")
+        self._decode_all = HybridStep(self.sms)
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Chunks ahead of decodes, or (mixed) decodes and chunks together."""
-        decode, kv = state.decode, state.kv
-        seqs = len(decode)
-        if self.mixed:
-            if decode.growth_blocks > kv.free_blocks:
-                return self._retract(state)
-            chunks = self._chunks(state, self.chunk_tokens - seqs, decode.growth_blocks)
-            if not seqs and not chunks:
-                return Wait(reason="nothing fits")
-            return HybridStep(self.sms, chunks, seqs > 0)
-        if state.chunked or state.queue.requests:
-            chunks = self._chunks(state, self.chunk_tokens, 0)
+        self.launched_s = now_s
+        decode, queue = state.decode, state.queue.requests
+        seqs, growth = decode.size, decode.growth_blocks
+        if not seqs:
+            self.full_at = None
+            if not state.chunked and queue and queue[0].queued_s > self.ended_s:  # nobody waited: the engine was idle
+                self.ratio = self.initial_ratio
+        short = growth > state.kv.free_blocks
+        if self.mixed and short:
+            return self._retract(state)
+        if state.chunked or (queue and self.full_at is None):
+            chunks = self._chunks(state)
             if chunks:
-                return HybridStep(self.sms, chunks, False)
+                return HybridStep(self.sms, chunks, self.mixed and seqs > 0)
         if not seqs:
             return Wait(reason="nothing fits")
-        if decode.growth_blocks > kv.free_blocks:
+        if short:
             return self._retract(state)
-        return HybridStep(self.sms, (), True)
+        if self.full_at is not None and seqs < self.full_at:
+            self.full_at = None  # seen only now: the batch is tidied up in a decode step, so admission lags one behind
+        return self._decode_all
 
-    def _chunks(self, state: SystemState, budget: int, growth: int) -> tuple[Chunk, ...]:
+    def _chunks(self, state: SystemState) -> tuple[Chunk, ...]:
         """The pending chunk first, then prompts from the queue in order while tokens and room last."""
+        self.full_at = None
+        decode, kv = state.decode, state.kv
+        beside = decode.size if self.mixed else 0
+        budget, input_left = self.chunk_tokens - beside, self.max_prefill_tokens - beside
+        free_blocks = kv.free_blocks - (decode.growth_blocks if self.mixed else 0)
         chunks: list[Chunk] = []
+        aside = 0.0  # tokens
         for request in state.chunked:
-            new = min(request.known_tokens - request.computed_tokens, budget)
+            lacking = request.known_tokens - request.computed_tokens
+            new = min(lacking, budget)
             if new > 0:
                 chunks.append(Chunk(request.id, new, request.computed_tokens))
                 budget -= new
-        if budget <= 0 or not state.queue.requests:
+                input_left -= new
+            aside += self.new_tokens if new == lacking else 0
+        if not state.queue.requests:
             return tuple(chunks)
-        kv = state.kv
-        seqs = len(state.decode) + len(state.chunked)
-        free = kv.free_blocks - growth
-        # Blocks set aside for what is running and being admitted; an idle engine sets none aside.
-        each = kv.blocks_for(int(self.ratio * self.options["assumed_new_tokens"]))
-        room = self.options["max_running_requests"] - seqs
-        for request in state.queue.requests:
-            blocks = kv.blocks_for(request.known_tokens)
-            aside = each * (seqs + 1) if seqs else 0
-            if budget <= 0 or room <= 0 or blocks + aside > free:
+        if decode.size:
+            generated = decode.generated_offset + decode.iteration
+            aside += self.ratio * float(np.maximum(self.new_tokens - generated, 0.0).sum())
+        room = self.max_running - decode.size - len(chunks)
+        full = False
+        for request in _by_queueing(state.queue.requests):
+            known = request.known_tokens
+            blocks = kv.blocks_for(known)
+            alone = not decode.size and not chunks  # whatever fits at all is served, or it would wait for ever
+            full = room <= 0 or blocks > free_blocks or (
+                not alone and known + self.new_tokens >= free_blocks * kv.block_tokens - aside)
+            if full or (known >= input_left and chunks) or budget <= 0:
                 break
-            new = min(request.known_tokens, budget)
+            new = min(known, budget)
             chunks.append(Chunk(request.id, new, 0))
-            free -= blocks
             budget -= new
+            input_left -= new
             room -= 1
-            seqs += 1
+            free_blocks -= blocks
+            aside += self.new_tokens if new == known else 0
+            full = free_blocks * kv.block_tokens <= aside
+            if full or budget <= 0 or input_left <= 0:
+                break
+        # The flag lives on the batch of decodes: lost with it if that is empty, or mixed into a prefill batch.
+        if full and decode.size and not (self.mixed and chunks):
+            self.full_at = decode.size + len(chunks)
         return tuple(chunks)
 
-    def _retract(self, state: SystemState) -> Decision:
-        """Free blocks for the coming ``retract_steps`` tokens of those that stay; one request always stays."""
+    def _retract(self, state: SystemState) -> HybridStep:
+        """Free room for the coming ``retract_steps`` tokens of those that stay; one request always stays."""
         decode, kv = state.decode, state.kv
-        # Most generated first, then shortest prompt: the last in this order are retracted first.
-        ranked = sorted(decode.requests.values(), key=lambda r: (-decode.generated(r), r.prompt_tokens, r.id))
+        # Most generated first, then shortest prompt, then in order of joining: the last ones go.
+        ranked = sorted(decode.requests.values(), key=lambda r: (-decode.generated(r), r.prompt_tokens))
         free = kv.free_blocks
+        headroom = max(self.retract_steps, kv.block_tokens)  # no less than the next step's blocks can be
         victims: list[Request] = []
-        per_seq = kv.blocks_for(self.options["retract_steps"])
-        while len(ranked) > 1 and (free < per_seq * len(ranked)):
+        while len(ranked) > 1 and (not victims or free * kv.block_tokens < headroom * len(ranked)):
             victim = ranked.pop()
             free += kv.blocks_for(decode.cached(victim))
             victims.append(victim)
@@ -116,14 +153,21 @@ class Sglang:
             # A mixed batch's pending prompt holds the rest of the cache: it goes too.
             assert state.chunked, f"{ranked[0]} outgrew the KV cache of {kv.total_blocks} blocks"
             victims.extend(reversed(state.chunked))
-        options = self.options
-        decoded = sum(decode.generated(r) for r in ranked)
-        self.ratio = min(1.0, (decoded + options["retract_steps"] * len(ranked))
-                         / max(1, options["assumed_new_tokens"] * len(ranked)))
-        self.ratio = max(self.ratio, options["min_new_token_ratio"])
+        made = sum(decode.generated(r) for r in ranked)
+        self.ratio = min(1.0, (made + self.retract_steps * len(ranked)) / (self.new_tokens * len(ranked)))
+        self.full_at = None
         return HybridStep(self.sms, (), True, preempt=tuple(r.id for r in victims), reason="retract")
 
     def observe(self, step: Step, elapsed_s: float) -> None:
-        """The admission ratio decays by one decode step."""
-        if isinstance(step, HybridStep) and step.decode and not step.preempt:
-            self.ratio = max(self.ratio - self.decay, self.options["min_new_token_ratio"])
+        """A plain decode step lowers the ratio."""
+        self.ended_s = self.launched_s + elapsed_s
+        if isinstance(step, HybridStep) and not step.chunks and not step.preempt:
+            self.ratio = max(self.ratio - self.decay, self.min_ratio)
+
+
+def _by_queueing(queue: list[Request]) -> list[Request]:
+    """The queue as the engine keeps it: retracted requests, which ``state`` puts in front, behind those already waiting."""
+    if not queue[0].preemptions:
+        return queue
+    fresh = next((i for i, r in enumerate(queue) if not r.preemptions), len(queue))
+    return sorted([*queue[fresh:], *reversed(queue[:fresh])], key=lambda r: r.queued_s)

@@ -48,6 +48,35 @@ def test_a_lone_decode_starved_by_a_pending_prompt_retracts_it() -> None:
     assert [step.preempt for _, step in world.log if step.preempt] == [(1,)]  # type: ignore[union-attr]
 
 
+def test_retracted_requests_queue_up_behind_who_waits() -> None:
+    """11 blocks for three requests that come to need 5 each; 3 arrives before the shortage but finds no room."""
+    world = World([(0, 40, 40), (0, 41, 40), (0, 42, 40), (3, 40, 2)], 11)
+    log = world.run_hybrid(build("sglang-256", assumed_new_tokens=1)).log
+    order = [c.request_id for _, step in log for c in step.chunks]  # type: ignore[union-attr]
+    assert next(step.preempt for _, step in log if step.preempt) == (2,)  # type: ignore[union-attr]
+    assert order[:5] == [0, 1, 2, 3, 2]
+
+
+def test_a_full_batch_is_not_asked_again_until_a_decode_step_finds_it_smaller() -> None:
+    """8 blocks: 0 and 1 hold 2 and 4, 2 needs 3. 0 ends with the fourth step; the fifth still decodes, the sixth admits."""
+    log = World([(0, 20, 4), (0, 60, 9), (1, 40, 2)], 8).run_hybrid(build("sglang-256", assumed_new_tokens=1)).log
+    kinds = ["chunk" if step.chunks else "decode" for _, step in log]  # type: ignore[union-attr]
+    assert kinds[:7] == ["chunk", "decode", "decode", "decode", "decode", "chunk", "decode"]
+
+
+def test_the_ratio_falls_with_decode_steps_and_starts_over_when_idle() -> None:
+    policy = build("sglang-64")
+    World([(0, 10, 101)], 20).run_hybrid(policy)
+    assert policy.ratio == pytest.approx(0.7 - 100 * (0.7 - 0.098) / 600)
+    world = World([(500, 10, 2)], 20)
+    world.arrive(500)
+    policy.next_step("hybrid", world.state, 500.0)
+    assert policy.ratio == 0.7
+    mixed = build("sglang-64-mixed", assumed_new_tokens=1)
+    World([(0, 1, 50), (5, 630, 1)], 100).run_hybrid(mixed)
+    assert mixed.ratio == pytest.approx(0.7 - 39 * (0.7 - 0.098) / 600), "10 of 49 steps were mixed"
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="assumed_new_tokens = 0: must be positive"):
         build("sglang-64", assumed_new_tokens=0)

@@ -118,15 +118,15 @@ def test_a_chunked_prompt_beside_decodes_needs_more_iterations() -> None:
 
 
 def test_sglang_sets_room_aside_and_retracts_who_made_least() -> None:
-    # Ratio 0.7 of 512 tokens: 23 blocks for each running and new request; 3 x 23 + 7 > 60.
-    assert build("sglang-512").next_step("hybrid", world([100], [30, 30], blocks=60), 0.0) == HybridStep(108, (), True)
-    assert build("sglang-512", assumed_new_tokens=16).next_step("hybrid", world([100], [30, 30], blocks=60), 0.0).chunks
+    # 0.7 x (512 - 1) tokens for each of two that run, 100 + 512 for the new one: 1,327.4 tokens, 83 blocks;
+    # the two hold 4.
+    assert build("sglang-512").next_step("hybrid", world([100], [30, 30], blocks=86), 0.0) == HybridStep(108, (), True)
+    assert build("sglang-512").next_step("hybrid", world([100], [30, 30], blocks=87), 0.0).chunks
     s = world([], [16, 32, 48], blocks=6)
     s.decode.requests[101].generated += 3
-    # Made most stays longest: 101, then by prompt 100, 102. Room for 20 more tokens each: 2 blocks x those that stay.
+    # Made most stays longest: 101, then by prompt 100, 102. 102 frees 48 tokens of room, 20 for each of the two that stay.
     step = build("sglang-512").next_step("hybrid", s, 0.0)
-    assert step.preempt == (102, 100)
-    assert step.decode
+    assert (step.preempt, step.decode) == ((102,), True)
 
 
 def test_static_keeps_its_split_and_frees_tails() -> None:
