@@ -168,10 +168,14 @@ class SglangWalk(Chunked):
     ratio = 0.7
     full = False  # a prompt found no room; forgotten when a decode step finds fewer requests than then
     full_with = 0
+    prefilled = False  # whether the last step was a prefill batch: who ends with one is noticed at once
 
     def schedule(self) -> dict[int, int]:
         decodes = [r for r in self.running if self.decoding(r)]
         pending = [r for r in self.running if not self.decoding(r)]
+        if self.prefilled and len(decodes) < self.full_with:
+            self.full = False
+        self.prefilled = False
         if not decodes:
             self.full = False
             if not pending and self.rested():
@@ -182,6 +186,7 @@ class SglangWalk(Chunked):
         if pending or (self.waiting and not self.full):
             plan = self.chunks(decodes, len(grow) if self.mixed else 0)
             if plan:
+                self.prefilled = True
                 return plan | (self.decode(decodes) if self.mixed else {})
         if len(grow) > self.free():
             return self.retract(decodes)

@@ -9,7 +9,8 @@ all, so a prompt of sl tokens beside ds decodes takes ceil(sl / (N - ds)) iterat
 Admission is first come, first served. It sets room aside for what may yet be generated: all of the announced
 ``max_new_tokens`` for a newcomer, ``ratio`` x what is left of it for who runs already. The ratio starts at 0.7, falls to
 0.098 over 600 decode steps, is estimated anew by a retraction and starts over when the engine has been idle. Once a prompt
-found no room the batch counts as full: nothing is tried until a decode step finds that the batch has shrunk.
+found no room the batch counts as full: nothing is tried until a decode step finds that the batch has shrunk, or a prompt
+ends with its first token.
 
 A policy must not see output lengths, and clients of these traces announce none: ``assumed_new_tokens`` stands for the
 announced maximum (*assumed*). The engine's own benchmark client announces the true length; 512 is of the order of its
@@ -63,6 +64,7 @@ class Sglang:
         self.ratio = self.initial_ratio
         #: Sequences when a prompt last found no room; ``None``: there may be room.
         self.full_at: int | None = None
+        self.prefilled = False  # whether the last step was a prefill batch
         self.launched_s = self.ended_s = float("-inf")
         self._decode_all = HybridStep(self.sms)
 
@@ -71,6 +73,9 @@ class Sglang:
         self.launched_s = now_s
         decode, queue = state.decode, state.queue.requests
         seqs, growth = decode.size, decode.growth_blocks
+        if self.full_at is not None and self.prefilled and seqs < self.full_at:
+            self.full_at = None  # a prompt of the last batch ended with its first token, which is seen at once
+        self.prefilled = False
         if not seqs:
             self.full_at = None
             if not state.chunked and queue and queue[0].queued_s > self.ended_s:  # nobody waited: the engine was idle
@@ -81,6 +86,7 @@ class Sglang:
         if state.chunked or (queue and self.full_at is None):
             chunks = self._chunks(state)
             if chunks:
+                self.prefilled = True
                 return HybridStep(self.sms, chunks, self.mixed and seqs > 0)
         if not seqs:
             return Wait(reason="nothing fits")
@@ -96,9 +102,8 @@ class Sglang:
         decode, kv = state.decode, state.kv
         beside = decode.size if self.mixed else 0
         budget, input_left = self.chunk_tokens - beside, self.max_prefill_tokens - beside
-        free_blocks = kv.free_blocks - (decode.growth_blocks if self.mixed else 0)
         chunks: list[Chunk] = []
-        aside = 0.0  # tokens
+        aside = 0  # tokens, for newcomers
         for request in state.chunked:
             lacking = request.known_tokens - request.computed_tokens
             new = min(lacking, budget)
@@ -109,17 +114,19 @@ class Sglang:
             aside += self.new_tokens if new == lacking else 0
         if not state.queue.requests:
             return tuple(chunks)
-        if decode.size:
-            generated = decode.generated_offset + decode.iteration
-            aside += self.ratio * float(np.maximum(self.new_tokens - generated, 0.0).sum())
+        free_tokens = (kv.free_blocks - (decode.growth_blocks if self.mixed else 0)) * kv.block_tokens
+        # For who runs: first as if nobody had made a token yet. Requests are counted only where that would refuse.
+        running, counted = self.ratio * self.new_tokens * decode.size, False
         room = self.max_running - decode.size - len(chunks)
         full = False
         for request in _by_queueing(state.queue.requests):
             known = request.known_tokens
-            blocks = kv.blocks_for(known)
+            tokens = kv.blocks_for(known) * kv.block_tokens
+            if not counted and known + self.new_tokens >= free_tokens - tokens - aside - running:
+                running, counted = self._set_aside(state), True
             alone = not decode.size and not chunks  # whatever fits at all is served, or it would wait for ever
-            full = room <= 0 or blocks > free_blocks or (
-                not alone and known + self.new_tokens >= free_blocks * kv.block_tokens - aside)
+            full = room <= 0 or tokens > free_tokens or (
+                not alone and known + self.new_tokens >= free_tokens - aside - running)
             if full or (known >= input_left and chunks) or budget <= 0:
                 break
             new = min(known, budget)
@@ -127,15 +134,20 @@ class Sglang:
             budget -= new
             input_left -= new
             room -= 1
-            free_blocks -= blocks
+            free_tokens -= tokens
             aside += self.new_tokens if new == known else 0
-            full = free_blocks * kv.block_tokens <= aside
+            full = free_tokens <= aside + running
             if full or budget <= 0 or input_left <= 0:
                 break
         # The flag lives on the batch of decodes: lost with it if that is empty, or mixed into a prefill batch.
         if full and decode.size and not (self.mixed and chunks):
             self.full_at = decode.size + len(chunks)
         return tuple(chunks)
+
+    def _set_aside(self, state: SystemState) -> float:
+        """Tokens set aside for what the running requests may yet generate."""
+        generated = state.decode.generated_offset + state.decode.iteration
+        return self.ratio * float(np.maximum(self.new_tokens - generated, 0.0).sum())
 
     def _retract(self, state: SystemState) -> HybridStep:
         """Free room for the coming ``retract_steps`` tokens of those that stay; one request always stays."""

@@ -64,6 +64,12 @@ def test_a_full_batch_is_not_asked_again_until_a_decode_step_finds_it_smaller() 
     assert kinds[:7] == ["chunk", "decode", "decode", "decode", "decode", "chunk", "decode"]
 
 
+def test_a_prompt_that_ends_with_its_first_token_reopens_a_full_batch_at_once() -> None:
+    """8 blocks: 0 holds 2, 1 takes 4, which leaves 2 of the 3 that 2 needs. 1 ends with its prefill: 2 is next."""
+    log = World([(0, 20, 9), (1, 60, 1), (1, 40, 2)], 8).run_hybrid(build("sglang-256", assumed_new_tokens=1)).log
+    assert [[c.request_id for c in step.chunks] for _, step in log[:4]] == [[0], [1], [2], []]  # type: ignore[union-attr]
+
+
 def test_the_ratio_falls_with_decode_steps_and_starts_over_when_idle() -> None:
     policy = build("sglang-64")
     World([(0, 10, 101)], 20).run_hybrid(policy)
