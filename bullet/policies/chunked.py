@@ -147,7 +147,8 @@ class Sglang:
     def _set_aside(self, state: SystemState) -> float:
         """Tokens set aside for what the running requests may yet generate."""
         generated = state.decode.generated_offset + state.decode.iteration
-        return self.ratio * float(np.maximum(self.new_tokens - generated, 0.0).sum())
+        left: float = self.ratio * float(np.maximum(self.new_tokens - generated, 0.0).sum())
+        return left
 
     def _retract(self, state: SystemState) -> HybridStep:
         """Free room for the coming ``retract_steps`` tokens of those that stay; one request always stays."""
