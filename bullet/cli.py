@@ -34,6 +34,8 @@ EXAMPLES = """examples:
       a trace of your own (columns arrival_s, prompt_tokens, output_tokens), twice as fast as recorded
   bullet-sim run --policy mine.py:Mine --set policy.options.knob=3 --set device.kv_tokens=200000
       a scheduler of your own; any key of the configuration by --set
+  bullet-sim compare --policies bullet,bullet-literal,vllm-1024 --set policy.options.decode_floor=0.2
+      an option goes to the policies that have it
   bullet-sim run --config runs/mine/config.toml --seed 1
       a stored run again, with other requests
 """
@@ -114,8 +116,6 @@ def _config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
         value = getattr(args, flag, None)
         if value is not None:
             overrides[key] = value
-    if args.arrivals == "recorded" and args.num_requests is None:
-        overrides["workload.num_requests"] = None
     for text in args.sets:
         key, value = parse_set(text)
         overrides[key] = value
@@ -226,9 +226,41 @@ def _prepare(args: argparse.Namespace, names: Sequence[str | None]) -> tuple[lis
     nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
                                   output_tokens=workload.output_tokens[:0])
     if len(configs) > 1:
-        for config in configs:
-            simulate(config, workload=nothing, device=device)
+        configs = _share_options(configs, lambda config: simulate(config, workload=nothing, device=device))
     return configs, workload, device
+
+
+def _share_options(configs: Sequence[RunConfig], build: Callable[[RunConfig], object]) -> list[RunConfig]:
+    """Each policy of a comparison with those of the options that it has; an option that none has is refused."""
+    from bullet.errors import ConfigError, UnknownOptionError
+
+    shared: list[RunConfig] = []
+    refusals: dict[str, list[str]] = {}
+    for config in configs:
+        fitting: RunConfig | None = None
+        while fitting is None:
+            try:
+                build(config)
+                fitting = config
+            except UnknownOptionError as exc:
+                if exc.option not in config.policy.options:
+                    raise
+                refusals.setdefault(exc.option, []).append(str(exc))
+                options = {name: value for name, value in config.policy.options.items() if name != exc.option}
+                config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, options=options))
+        shared.append(fitting)
+    for messages in refusals.values():
+        if len(messages) == len(configs):
+            raise ConfigError("; ".join(messages))
+    return shared
+
+
+def _option_notes(configs: Sequence[RunConfig]) -> list[str]:
+    """Which options went to some of the policies only."""
+    names = sorted({name for config in configs for name in config.policy.options})
+    takers = {name: [c.policy.name for c in configs if name in c.policy.options] for name in names}
+    return [f"policy.options.{name} is an option of {', '.join(found)} only" for name, found in takers.items()
+            if len(found) < len(configs)]
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -263,6 +295,7 @@ def _compare(args: argparse.Namespace) -> int:
         summaries.append(summary)
         report.write_comparison(folder, summaries)
     table = report.comparison_table(summaries)
+    table = "\n".join([table, *_option_notes(configs)])
     write_text(folder / "comparison.txt", table + "\n")
     if not args.no_report:
         report.write_comparison_report(folder, outcomes, summaries, [folder / name for name in folders],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -234,7 +235,8 @@ class WorkloadConfig:
     ``arrivals``: ``recorded`` (the trace's own times, divided by ``time_scale``), ``poisson``, ``constant`` or
     ``gamma`` (inter-arrival CV ``cv``) at ``rate_req_per_s``. ``sample``: draw lengths at random with replacement
     (seeded); otherwise rows are taken in order. Lengths are never clipped: what does not fit is
-    rejected by name and counted.
+    rejected by name and counted. ``num_requests = None``: as many as the trace has, which is also what
+    :func:`load_run_config` takes for recorded arrivals if nobody gives a number.
     """
 
     trace: str = "azure-code"
@@ -348,7 +350,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which scheduler. ``options`` go to the policy, which refuses those it does not know.
+    """Which scheduler. ``options`` go to the policy, which refuses those it does not know; one that is ``None`` is not given.
 
     ``estimator``: ``srm``, ``srm-blind`` or ``oracle``. ``recalibrate``: learn from measured step times online.
     ``estimator_error``: multiplies every first prediction (1.3 = starts 30 % too slow); for studies.
@@ -365,6 +367,8 @@ class PolicyConfig:
                  "srm, srm-blind or oracle")
         _require(math.isfinite(self.estimator_error) and self.estimator_error > 0, "policy.estimator_error",
                  self.estimator_error, "positive")
+        if None in self.options.values():
+            object.__setattr__(self, "options", {k: v for k, v in self.options.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +384,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more")
+
+
+NONE = "none"
+"""Stands for ``None`` in TOML, which has no null, where a number is expected."""
 
 
 def from_mapping(cls: type[_T], raw: Mapping[str, Any], where: str) -> _T:
@@ -411,6 +419,8 @@ def _coerce(hint: Any, value: Any, where: str, path: str) -> Any:
             raise ConfigError(f"{where}: {path} = {value!r}: must be a table")
         return _build(typing.cast("type[Any]", hint), value, where, f"{path}.")
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value == NONE and type(None) in options and str not in options:
+        return None
     for option in options:
         if option is type(None) and value is None:
             return None
@@ -448,6 +458,9 @@ def load_run_config(path: str | Path | None = None, overrides: Mapping[str, Any]
                 raise ConfigError(f"--set {dotted}: {parent!r} is not a table")
             node = child
         node[leaf] = value
+    workload = raw.get("workload")
+    if isinstance(workload, dict) and workload.get("arrivals") == "recorded":
+        workload.setdefault("num_requests", None)
     return from_mapping(RunConfig, raw, "configuration" if overrides else where)
 
 
@@ -465,8 +478,16 @@ def parse_set(text: str) -> tuple[str, Any]:
 
 
 def to_toml(config: Any) -> str:
-    """A config dataclass as TOML, ``None`` values left out (TOML has none: absent means default)."""
+    """A config dataclass as TOML that :func:`from_mapping` reads back to the same; ``None`` is left out where it is the
+    default."""
     lines: list[str] = []
+
+    def text(value: str) -> str:
+        # A JSON string is a TOML one, but for DEL and for surrogates, which only undecodable file names have.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f").encode("utf-8", "backslashreplace").decode()
+
+    def key(name: str) -> str:
+        return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else text(name)
 
     def scalar(value: Any) -> str:
         if isinstance(value, bool):
@@ -475,19 +496,26 @@ def to_toml(config: Any) -> str:
             return repr(value)
         if isinstance(value, list | tuple):
             return "[" + ", ".join(scalar(v) for v in value) + "]"
-        return json.dumps(str(value))
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{key(k)} = {scalar(v)}" for k, v in value.items()) + "}"
+        return text(str(value))
 
-    def table(items: Mapping[str, Any], prefix: str) -> None:
-        nested: list[tuple[str, Mapping[str, Any]]] = []
-        for key, value in items.items():
-            if isinstance(value, Mapping):
-                if value:
-                    nested.append((key, value))
+    def table(node: Any, prefix: str) -> None:
+        nested: list[tuple[str, Any]] = []
+        if dataclasses.is_dataclass(node):
+            items = {f.name: NONE if getattr(node, f.name) is None and f.default is not None else getattr(node, f.name)
+                     for f in dataclasses.fields(node)}
+        else:
+            items = dict(node)
+        for name, value in items.items():
+            if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+                nested.append((key(name), value))
             elif value is not None:
-                lines.append(f"{key} = {scalar(value)}")
-        for key, value in nested:
-            lines.extend(["", f"[{prefix}{key}]"])
-            table(value, f"{prefix}{key}.")
+                lines.append(f"{key(name)} = {scalar(value)}")
+        for name, value in nested:
+            if value != {} or prefix.count(".") > 1:  # an empty [policy.options] says nothing
+                lines.extend(["", f"[{prefix}{name}]"])
+                table(value, f"{prefix}{name}.")
 
-    table(dataclasses.asdict(config), "")
+    table(config, "")
     return "\n".join(lines).strip() + "\n"

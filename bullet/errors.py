@@ -14,6 +14,14 @@ class ConfigError(BulletError):
     """An unknown key, name or option, or a value outside what is allowed."""
 
 
+class UnknownOptionError(ConfigError):
+    """``policy.options.<option>``, which a policy does not have."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 class TraceError(BulletError):
     """A trace file that cannot be read as the requests it should hold."""
 

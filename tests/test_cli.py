@@ -68,6 +68,20 @@ def test_compare_gives_every_policy_the_same_requests(tmp_path: Path, capsys: py
     assert (out / "report.html").read_text().count("data:image/png;base64") == 4  # bars, CDFs, SMs of each
 
 
+def test_a_comparison_hands_an_option_to_the_policies_that_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.py"  # takes whatever it is handed
+    mine.write_text("from bullet.policies.vllm import Vllm\nclass Mine(Vllm):\n    def __init__(self, context):\n"
+                    "        assert set(context.options) == {'max_num_seqs', 'layers_per_step'}\n"
+                    "        super().__init__(type(context)(context.model, context.gpu, context.splits, 1.0), 1024)\n")
+    out = tmp_path / "cmp"
+    assert cli.sim(["compare", "--policies", f"sglang-512,vllm-512,static-96,{mine}:Mine", *FAST, "--no-report", "--out",
+                    str(out), "--set", "policy.options.max_num_seqs=3", "--set", "policy.options.layers_per_step=8"]) == 0
+    given = {name: load_run(out / name).config.policy.options for name in ("sglang-512", "vllm-512", "static-96")}
+    assert given == {"sglang-512": {}, "vllm-512": {"max_num_seqs": 3}, "static-96": {"layers_per_step": 8}}
+    assert load_run(out / "vllm-512").steps["decode_seqs"].max() == 3
+    assert f"\npolicy.options.max_num_seqs is an option of vllm-512, {mine}:Mine only\n" in capsys.readouterr().out
+
+
 def test_list_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.sim(["list"]) == 0
     text = capsys.readouterr().out
@@ -102,7 +116,10 @@ def test_a_users_mistake_is_one_clear_line(arguments: list[str], words: list[str
     (["--policies", "vllm-512,vllm-512"], ["each policy once"]), (["--policies", ","], ["each policy once"]),
     (["--policies", "vllm-512,nope"], ["unknown policy 'nope'"]), (["--policy", "vllm-512"], ["--policy"]),
     (["--set", "policy.name=bullet"], ["--policies"]),
-    (["--policies", "bullet,vllm-512", "--set", "policy.options.decode_floor=0.2"], ["vllm", "decode_floor"])])
+    (["--policies", "bullet,vllm-512", "--set", "policy.options.knob=0.2"],
+     ["policy.options.knob: bullet has no such option; it has: ", "policy.options.knob: vllm-512 has no such option"]),
+    (["--policies", "bullet,vllm-512", "--set", "policy.options.max_num_seqs=8", "--set", "policy.options.knob=1"], ["knob"]),
+    (["--policies", "bullet,vllm-512", "--set", "policy.options.max_num_seqs=many"], ["max_num_seqs = 'many'", "vllm-512"])])
 def test_a_comparison_is_checked_whole_before_it_starts(arguments: list[str], words: list[str], tmp_path: Path,
                                                         capsys: pytest.CaptureFixture[str]) -> None:
     line = failing(capsys, "compare", *arguments, *FAST, "--out", str(tmp_path / "o"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from bullet.config import GpuSpec, ModelSpec
-from bullet.errors import ConfigError
+from bullet.errors import ConfigError, UnknownOptionError
 from bullet.perf import Estimator
 from bullet.state import Decision, SplitTable, Step, SystemState
 
@@ -48,7 +48,7 @@ def read_options(owner: str, options: Mapping[str, Any], defaults: Mapping[str, 
     for name, value in options.items():
         if name not in defaults:
             allowed = ", ".join(sorted(defaults)) or "none"
-            raise ConfigError(f"policy.options.{name}: {owner} has no such option; it has: {allowed}")
+            raise UnknownOptionError(f"policy.options.{name}: {owner} has no such option; it has: {allowed}", name)
         default = defaults[name]
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
