@@ -585,7 +585,7 @@ class SystemState:
                     self.chunked.append(request)
                 assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
                 assert 0 < new <= request.prompt_tokens + request.generated - past, (
-                    f"{request}: a chunk of {new} is empty or runs over")
+                    f"{request}: a chunk is empty or runs over its prompt: {new} tokens")
                 launched.append(request)
         else:
             assert self.decode.size, f"{step}: an empty batch"
