@@ -24,6 +24,9 @@ PAPER = Path(__file__).parent / "data" / "bullet_fig_llama8b_a100_digitised.csv"
 SYSTEMS = {"bullet": "Bullet", "vllm-1024": "vLLM", "sglang-1024-mixed": "SGLang-1024", "sglang-2048-mixed": "SGLang-2048",
            "sglang-1024": "", "sglang-2048": "", "static-96": "", "bullet-literal": ""}
 TRACES = {"sharegpt": "ShareGPT", "azure-code": "Azure-Code", "arxiv": "arXiv-Summary"}
+ORDERED = {  # the paper's metric: our key, and whether less is better
+    "mean_TTFT_s": ("mean_ttft_ms", True), "mean_TPOT_ms": ("mean_tpot_ms", True),
+    "SLO_attainment": ("slo_attainment_mean_length", False)}
 RATES = {"sharegpt": (10.0, 15.0, 20.0, 25.0), "azure-code": (4.0, 4.5, 5.0, 5.5), "arxiv": (0.5, 0.6, 0.7, 0.8, 0.9)}
 
 
@@ -35,6 +38,22 @@ def paper_values() -> dict[tuple[str, str, str, float], float]:
                 key = (row["workload"], row["system"], row["metric"], float(row["request_rate_req_s"]))
                 values[key] = float(row["value"])
     return values
+
+
+def print_orders(trace: str, ours: dict[tuple[str, float], dict[str, float]],
+                 paper: dict[tuple[str, float, str], float]) -> None:
+    """The systems that both have, best first, at each rate; and how many pairs stand in the same order."""
+    print(f"\n{trace}: order of systems, best first: ours | paper's (pairs in the same order)")
+    for metric, (_, lower_is_better) in ORDERED.items():
+        for rate in RATES[trace]:
+            both = [s for s, theirs in SYSTEMS.items() if (s, rate) in ours and (theirs, rate, metric) in paper]
+            mine = {s: ours[s, rate][metric] * (1 if lower_is_better else -1) for s in both}
+            theirs = {s: paper[SYSTEMS[s], rate, metric] * (1 if lower_is_better else -1) for s in both}
+            pairs = [(a, b) for i, a in enumerate(both) for b in both[i + 1 :]]
+            same = sum((mine[a] - mine[b]) * (theirs[a] - theirs[b]) > 0 or mine[a] == mine[b] or theirs[a] == theirs[b]
+                       for a, b in pairs)
+            print(f"  {metric:<15} {rate:>5.2f}: {' < '.join(sorted(both, key=mine.__getitem__))} | "
+                  f"{' < '.join(sorted(both, key=theirs.__getitem__))} ({same} of {len(pairs)})")
 
 
 def main() -> int:
@@ -55,6 +74,7 @@ def main() -> int:
         print(f"\n{trace:<11} {'system':<18} {'req/s':>6} | "
               f"{'TTFT s ours':>11} {'paper':>7} | {'TPOT ms ours':>12} {'paper':>6} | "
               f"{'thr ours':>8} {'paper':>6} | {'SLO mean-len':>12} {'per-req':>7} {'paper':>6} | {'max step ms':>11}")
+        ours: dict[tuple[str, float], dict[str, float]] = {}
         for system in args.systems.split(","):
             attainments = []
             for rate in RATES[trace]:
@@ -69,6 +89,7 @@ def main() -> int:
                     return float(np.mean([r[key] for r in runs]))
 
                 attainments.append(mean("slo_attainment_mean_length"))
+                ours[system, rate] = {metric: mean(key) for metric, (key, _) in ORDERED.items()}
 
                 def theirs(metric: str, form: str, system: str = system, rate: float = rate, name: str = name) -> str:
                     value = paper.get((name, SYSTEMS[system], metric, rate))
@@ -87,6 +108,8 @@ def main() -> int:
             best = goodput(RATES[trace], attainments)
             print(f"{'':<11} {system:<18} goodput (mean-length reading, attainment >= 0.9): "
                   f"{'under ' + str(RATES[trace][0]) if best is None else f'{best:.2f}'} req/s")
+        print_orders(trace, ours, {(system, rate, metric): value for (workload, system, metric, rate), value in paper.items()
+                                   if workload == name})
     if args.out:
         with open(args.out, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
