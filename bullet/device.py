@@ -428,25 +428,26 @@ class DeviceModel:
 
     def _corun_seconds(self, work: StepWork, sms: int, rate: float, inverse: float) -> float:
         """Beside another step: rows come as curves, for ``inverse`` hardly ever repeats."""
-        seconds = self._row_corun(work.dense, sms, rate, inverse) + work.attention_fixed_s
+        corners, constants, slopes = work.dense.curves.get((sms, rate)) or self._curve(work.dense, sms, rate)
+        i = bisect_left(corners, inverse)
+        seconds = constants[i] + slopes[i] * inverse + work.attention_fixed_s
         for block_s, blocks, moved_s in work.attention:
             compute_s = -(-blocks // sms) * block_s / rate
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
         seconds = seconds * work.layers + work.fixed_s
-        if work.head is not None:
-            seconds += self._row_corun(work.head, sms, rate, inverse)
+        head = work.head
+        if head is not None:
+            corners, constants, slopes = head.curves.get((sms, rate)) or self._curve(head, sms, rate)
+            i = bisect_left(corners, inverse)
+            seconds += constants[i] + slopes[i] * inverse
         return seconds
 
-    def _row_corun(self, row: _Row, sms: int, rate: float, inverse: float) -> float:
-        curve = row.curves.get((sms, rate))
-        if curve is None:
-            curve = row.curve(sms, rate)
-            if self.cache:
-                row.curves[sms, rate] = curve
-        corners, constants, slopes = curve
-        i = bisect_left(corners, inverse)
-        return constants[i] + slopes[i] * inverse
+    def _curve(self, row: _Row, sms: int, rate: float) -> _Curve:
+        curve = row.curve(sms, rate)
+        if self.cache:
+            row.curves[sms, rate] = curve
+        return curve
 
     def corun_seconds(self, prefill: StepWork, p: int, decode: StepWork, d: int) -> tuple[float, float]:
         """Full durations of each if the other ran beside it throughout. ``p + d > N``: the excess is shared.

@@ -175,11 +175,9 @@ class Bullet:
         published = Published(ttft_margin_s=margin_s)
         layers = min(self.layers_per_step, layers_left)
 
-        def predicted_s(index: int) -> float:
-            return self.estimator.prefill_at(tokens, beside, index) * layers / state.num_layers
-
         def launch(sms: int, index: int, target: Partition, reason: str) -> PrefillStep:
-            return PrefillStep(sms, layers, admit, predicted_s(index), published, target, (), reason)
+            predicted_s = self.estimator.prefill_at(tokens, beside, index) * layers / state.num_layers
+            return PrefillStep(sms, layers, admit, predicted_s, published, target, (), reason)
 
         if not self.partition:
             return launch(self.num_sms, self.full, self._partitions[self.full], SHARED)
@@ -191,13 +189,14 @@ class Bullet:
         # The branch test reads what decode published, unless the batch it spoke of is gone: an empty one is satisfied.
         tpot_margin_s = state.decode_published.tpot_margin_s
         tpot_met = tpot_margin_s is None or tpot_margin_s >= 0 or not state.decode.size
-        kv_full = self._kv_full(state, now_s, popped)
+        kv_full = len(state.queue.requests) > len(popped) and self._kv_full(state, now_s, popped)
         index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, step, limit_s, ttft, kv_full)
         partition = self._partitions[index]
-        if (reason == REDUCE_DECODE and DECODE not in state.in_flight and ttft.margin(index) < 0
-                and predicted_s(self.full) <= self._delay(now_s, step.at(index), limit_s)):
-            # Delayed decode: these layers have the device to themselves, as they end by decode's latest start.
-            return launch(self.num_sms, self.full, partition, DELAYED)
+        if reason == REDUCE_DECODE and DECODE not in state.in_flight and ttft.margin(index) < 0:
+            delayed = launch(self.num_sms, self.full, partition, DELAYED)
+            assert delayed.predicted_s is not None
+            if delayed.predicted_s <= self._delay(now_s, step.at(index), limit_s):
+                return delayed  # these layers have the device to themselves, as they end by decode's latest start
         return launch(partition.prefill_sms, index, partition, reason)
 
     def _decode(self, state: SystemState, now_s: float) -> Decision:
@@ -229,7 +228,7 @@ class Bullet:
         if self.partition:
             ttft_margin_s = state.prefill_published.ttft_margin_s
             satisfied = ttft_margin_s is None or ttft_margin_s >= 0
-            kv_full = self._kv_full(state, now_s, [])
+            kv_full = bool(state.queue.requests) and self._kv_full(state, now_s, [])
             index, reason = self._choose(state, now_s, satisfied, tpot_margin_s >= 0, step, limit_s, ttft, kv_full)
             if self._tail_is_short(state, ttft.left(index), index, step.at(index), kv_full):
                 return launch(self.num_sms, self.full, self._partitions[index], HAND_OVER)
@@ -474,10 +473,8 @@ class Bullet:
         return popped
 
     def _kv_full(self, state: SystemState, now_s: float, popped: list[Request]) -> bool:
-        """Whether the head of Q does not fit in KV. ``popped``: the first of it, which leave with this step."""
+        """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
         queue = state.queue
-        if len(queue.requests) == len(popped):
-            return False
         if self._largest is None or self._largest[0] != queue.version:
             self._largest = (queue.version, int(queue.known_tokens.max()))
         blocks = state.kv.blocks_for(self._largest[1])

@@ -37,7 +37,6 @@ from bullet.state import (
     KvCache,
     Partition,
     Phase,
-    PrefillBatch,
     PrefillStep,
     Published,
     Request,
@@ -169,12 +168,14 @@ class Simulation:
         self.reconfigure_s = config.device.reconfigure_s
         self.custom = is_custom(config.policy.name)
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
+        self._callbacks = [self._boundary]
+        self._launch = self._launch_guarded if self.custom else self._begin
         self.split_changes = 0
         self.steps_ended = 0
         self.closed = 0  # finished or rejected
         self.decisions = 0
         self.decision_wall_s = 0.0
-        self.work_cache: tuple[PrefillBatch | None, dict[int, StepWork]] = (None, {})
+        self.works: dict[int, StepWork] = {}  # of the present prefill batch, by layers; negative: with the LM head
         # Requests by the decode iteration that gives them their last token: O(1) a step, whatever the batch.
         self.finish_at: dict[int, list[Request]] = {}
         self.emitted_s: dict[int, float] = {}
@@ -208,7 +209,7 @@ class Simulation:
         self.next_s = at_s
         delay_s = at_s - self.env._now  # the property costs as much as the subtraction
         event = self._tick  # the one pending event, used again and again
-        event.callbacks = [self._boundary]
+        event.callbacks = self._callbacks
         self.env.schedule(event, delay=delay_s if delay_s > 0.0 else 0.0)
 
     def _boundary_of_two(self, _event: simpy.Event) -> None:
@@ -237,12 +238,10 @@ class Simulation:
             self._arrivals(now)
         prefill, decode = self.lanes
         if gpu.prefill is None and (state.prefill is not None or state.queue.requests):
-            self._read_board(prefill, now)
             step = self._decide(prefill, now)
             if step is not None:
                 self._launch(prefill, step, now)
         if gpu.decode is None and (state.decode.size or state.ready):
-            self._read_board(decode, now)
             step = self._decide(decode, now)
             if step is not None:
                 self._launch(decode, step, now)
@@ -304,24 +303,23 @@ class Simulation:
 
     # ---- deciding --------------------------------------------------------------------------------
 
-    def _read_board(self, lane: _Lane, now: float) -> None:
-        """Show the state as this lane sees it now."""
-        pending, state = lane.pending, self.state
-        while pending and pending[0][0] <= now:
-            _, number, writer, published, target = pending.popleft()
-            lane.write(number, writer, published, target)
-        state.target = lane.target
-        state.prefill_published = lane.prefill_published
-        state.decode_published = lane.decode_published
-
     def _decide(self, lane: _Lane, now: float) -> PrefillStep | DecodeStep | HybridStep | None:
-        """Ask the policy; ``None``: it waits."""
+        """Show the policy the state as this lane sees it now, and ask; ``None``: it waits."""
+        state = self.state
+        if self.two_lanes:
+            pending = lane.pending
+            while pending and pending[0][0] <= now:
+                _, number, writer, published, target = pending.popleft()
+                lane.write(number, writer, published, target)
+            state.target = lane.target
+            state.prefill_published = lane.prefill_published
+            state.decode_published = lane.decode_published
         started = time.perf_counter()
-        decision: Decision = self.policy.next_step(lane.name, self.state, now)
+        decision: Decision = self.policy.next_step(lane.name, state, now)
         self.decision_wall_s += time.perf_counter() - started
         self.decisions += 1
         if self.record is not None:
-            self.record("next_step", (lane.name, self.state, now, decision))
+            self.record("next_step", (lane.name, state, now, decision))
         if now - self.stalled_at < INSTANT_S or self.preemptions_since_token > STALL_DECISIONS:
             self._guard(now)
         else:
@@ -351,12 +349,11 @@ class Simulation:
         other = decode if lane is prefill else prefill
         other.pending.append((now + self.delay_s, number, lane.name, published, target))
 
-    def _launch(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
+    def _launch_guarded(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
+        """For a user's policy: what its step breaks is its mistake, told in one line."""
         try:
             self._begin(lane, step, now)
         except (ArithmeticError, AssertionError, LookupError, TypeError, StopIteration) as exc:
-            if not self.custom:
-                raise  # ours to repair
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
                               f"{type(exc).__name__}: {exc}") from exc
 
@@ -370,17 +367,26 @@ class Simulation:
             for victim in step.preempt:
                 self._forget(victim)
         queue_length = len(state.queue.requests)
-        if isinstance(step, PrefillStep):
-            work, counts = self._begin_prefill(step, now)
-        elif isinstance(step, DecodeStep):
+        prefill_tokens = seqs = context = first_layer = 0
+        layers = state.num_layers
+        if lane.name == DECODE:
+            assert isinstance(step, DecodeStep)
             self.merged = state.begin_decode(step, now)
             for request in self.merged:
                 self._expect_end(request)
             seqs, context = state.decode.size, state.decode.context_tokens
             work = self.device.decode_work(seqs, context)
-            counts = (0, seqs, context, 0, state.num_layers)
+        elif lane.name == PREFILL:
+            assert isinstance(step, PrefillStep)
+            work = self._begin_prefill(step, now)
+            batch = state.prefill
+            assert batch is not None
+            prefill_tokens, first_layer, layers = batch.total_tokens, batch.layers_done, step.layers
         else:
-            work, counts = self._begin_hybrid(step, now)
+            assert isinstance(step, HybridStep)
+            work, prefill_tokens = self._begin_hybrid(step, now)
+            if step.decode:
+                seqs, context = state.decode.size, state.decode.context_tokens
         extra_s = 0.0
         if step.sms != lane.last_sms:
             if lane.last_sms:
@@ -388,43 +394,44 @@ class Simulation:
             lane.last_sms = step.sms
         self.waits_since_launch = 0
         kv = state.kv
+        target_p, target_d = step.target or state.target
         flight = Flight(step, work, now, extra_s, 1.0 if lane.noise is None else lane.noise.next(),
-                        (*counts, queue_length, kv.total_blocks - kv.free_blocks, *(step.target or state.target)))
-        if lane.name == PREFILL:
-            gpu.prefill = flight
-        elif lane.name == DECODE:
+                        (prefill_tokens, seqs, context, first_layer, layers, queue_length, kv.total_blocks - kv.free_blocks,
+                         target_p, target_d))
+        if lane.name == DECODE:
             gpu.decode = flight
+        elif lane.name == PREFILL:
+            gpu.prefill = flight
         else:
             gpu.launch_hybrid(flight)
 
-    def _begin_prefill(self, step: PrefillStep, now: float) -> tuple[StepWork, tuple[int, ...]]:
+    def _begin_prefill(self, step: PrefillStep, now: float) -> StepWork:
         state = self.state
         if step.admit:
             self._integrate_queue(now)
-            state.begin_prefill(step, now)
-            self.wait_sum_s += sum(now - request.queued_s for request in state.prefill.requests)  # type: ignore[union-attr]
-        else:
-            state.begin_prefill(step, now)
+        state.begin_prefill(step, now)
         batch = state.prefill
         assert batch is not None
-        if self.work_cache[0] is not batch:
-            self.work_cache = (batch, {})
-        works = self.work_cache[1]
+        if step.admit:
+            self.wait_sum_s += sum(now - request.queued_s for request in batch.requests)
+            self.works = {}
         last = step.layers == batch.layers_left
         key = -step.layers if last else step.layers
-        if key not in works:
-            works[key] = self.device.prefill_work([(t, 0) for t in batch.tokens], step.layers,
-                                                  logits_seqs=len(batch.tokens) if last else 0)
-        return works[key], (batch.total_tokens, 0, 0, batch.layers_done, step.layers)
+        work = self.works.get(key)
+        if work is None:
+            work = self.works[key] = self.device.prefill_work([(t, 0) for t in batch.tokens], step.layers,
+                                                              logits_seqs=len(batch.tokens) if last else 0)
+        return work
 
-    def _begin_hybrid(self, step: HybridStep, now: float) -> tuple[StepWork, tuple[int, ...]]:
+    def _begin_hybrid(self, step: HybridStep, now: float) -> tuple[StepWork, int]:
+        """The step's work, and its prefill tokens."""
         state = self.state
         if step.chunks:
             self._integrate_queue(now)
         requests = state.begin_hybrid(step, now)
         seqs, context = (state.decode.size, state.decode.context_tokens) if step.decode else (0, 0)
         if not requests:
-            return self.device.decode_work(seqs, context), (0, seqs, context, 0, state.num_layers)
+            return self.device.decode_work(seqs, context), 0
         pieces: list[tuple[int, int]] = []
         tokens, logits = 0, seqs
         for request, (_, new, past) in zip(requests, step.chunks, strict=True):
@@ -434,8 +441,7 @@ class Simulation:
                 logits += 1
             tokens += new
             pieces.append((new, past))
-        work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
-        return work, (tokens, seqs, context, 0, state.num_layers)
+        return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits), tokens
 
     # ---- finishing -------------------------------------------------------------------------------
 
