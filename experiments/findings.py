@@ -24,6 +24,7 @@ from bullet.sim.driver import simulate
 POINTS = [(trace, rate) for trace, rates in (("sharegpt", (10.0, 15.0, 20.0, 25.0)), ("azure-code", (4.0, 4.5, 5.0, 5.5)),
                                              ("arxiv", (0.5, 0.6, 0.7, 0.8, 0.9))) for rate in rates]
 STATIC = ("static-72", "static-84", "static-90", "static-96", "static-102")
+FIXED, DECODE_SMS = "policy.options.fixed_decode_sms", (6, 12, 18, 24, 36)
 SHARES = (0.25, 0.5, 0.75, 0.95)
 CHUNKED = ("vllm-1024", "sglang-1024-mixed", "sglang-2048-mixed", "sglang-1024", "sglang-2048")
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # Fig. 23
@@ -94,6 +95,14 @@ def main() -> int:
         split = max(STATIC, key=lambda p: run(p, point)["attainment"])
         return f"{run('bullet', point)['attainment'] - run(split, point)['attainment']:+.3f}"
 
+    def best_fixed(point: tuple[str, float]) -> str:
+        fixed = max(run("bullet", point, {FIXED: d})["attainment"] for d in DECODE_SMS)
+        return f"{fixed - run('bullet', point)['attainment']:+.3f}"
+
+    table("   attainment of bullet with its split fixed (sorted queue, batches, hand-over as in bullet)",
+          {f"bullet, {108 - d} / {d}": cell("attainment", ".3f", "bullet", **{FIXED.replace(".", "__"): d})
+           for d in DECODE_SMS})
+    table("   the best fixed split of each point less bullet", {"fixed less adaptive": best_fixed})
     table("   bullet less the best static split of each point", {"gain": best})
     one = max(STATIC, key=lambda p: sum(run(p, point)["attainment"] for point in POINTS))
     table(f"   bullet less {one}, the best on average",

@@ -61,6 +61,7 @@ OPTIONS: dict[str, Any] = {
     "hand_over": "batch",  # off | batch (nothing can follow P) | queue (P and all of Q end within a step)
     "delayed_decode": True,  # while prefill layers that end by decode's latest start run on N: no others can use the wait
     "delay_limit": 1.0,  # x TPOT SLO: longest delay
+    "fixed_decode_sms": 0,  # not 0: decode always has these, the split is not chosen; what the adaptive split is worth
     "partition": True,  # off: both lanes hold all N SMs; reordering and delayed decode stay (Fig. 23, w/ Scheduler)
 }
 
@@ -111,6 +112,10 @@ class Bullet:
         for name in ("late_patience", "delay_limit"):
             if not options[name] >= 0:
                 raise ConfigError(f"policy.options.{name} = {options[name]}: must be 0 or more")
+        legal = context.splits.decode_sms.tolist()
+        if options["fixed_decode_sms"] not in (0, *legal):
+            raise ConfigError(f"policy.options.fixed_decode_sms = {options['fixed_decode_sms']}: must be 0 (adaptive) or "
+                              f"{legal[0]} to {legal[-1]} in the partition's steps")
         self.options = options
         self.estimator = context.estimator
         self.splits = context.splits
@@ -127,6 +132,7 @@ class Bullet:
         #: Smallest admissible split index: decode never below its floor.
         self.floor = int(np.searchsorted(self.splits.decode_sms, options["decode_floor"] * self.num_sms - 1e-9))
         self.floor = min(self.floor, self.full - 1)
+        self.fixed = self._index_of.get(options["fixed_decode_sms"])
         # What it remembers; all of it follows from the calls so far, so a record replays into a fresh policy.
         self._delay_until_s: float | None = None  # end of the delay that decode is in
         self._ranked: _Ranked | None = None  # Q as last sorted
@@ -252,6 +258,8 @@ class Bullet:
     def _choose(self, state: SystemState, now_s: float, satisfied: bool, tpot_met: bool, step: _DecodeForecast,
                 limit_s: float, ttft: _Forecast, kv_full: bool) -> tuple[int, str]:
         """Index of the split and the branch that chose it."""
+        if self.fixed is not None:
+            return self.fixed, "fixed"
         if kv_full:
             return self._free_kv(ttft), "kv-full"
         cap_s = min(limit_s, self.tpot_slo_s) if self.cap_next_step else limit_s

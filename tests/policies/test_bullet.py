@@ -205,6 +205,14 @@ def test_reduce_decode_never_raises_d_and_keeps_the_split_if_none_serves() -> No
     assert choose(PREFILL, s, 4.0) == ("keep", Partition(10, 2))
 
 
+def test_a_fixed_split_is_kept_whatever_the_margins_say() -> None:
+    for slo in (1.0, 100.0):
+        s = world([(0.0, 24, slo)], [(0.0, 10)])
+        step = policy(fixed_decode_sms=6).next_step(PREFILL, s, 4.0)
+        assert isinstance(step, PrefillStep)
+        assert (step.sms, step.target, step.reason) == (6, Partition(6, 6), "fixed")
+
+
 def test_reduce_decode_without_a_split_to_keep_balances() -> None:
     slow = Tabulated((9.0, 8.0, 7.0, 6.0, 5.0, 4.0))
     s = world(running=[(0.0, 10)], batch=80, target=(12, 0))
@@ -586,7 +594,8 @@ def test_observations_reach_the_estimator_but_for_shared_steps() -> None:
 @pytest.mark.parametrize(("options", "message"), [
     ({"knob": 1}, "no such option"), ({"late_first": "yes"}, "takes a bool"), ({"order": "random"}, "least, fcfs or normalised"),
     ({"hand_over": "x"}, "off, batch or queue"), ({"layers_per_step": 0}, "1 or more"), ({"decode_floor": 1.5}, "under 1"),
-    ({"delay_limit": -1.0}, "0 or more"), ({"late_patience": float("nan")}, "0 or more")])
+    ({"delay_limit": -1.0}, "0 or more"), ({"late_patience": float("nan")}, "0 or more"),
+    ({"fixed_decode_sms": 3}, "2 to 10 in the partition's steps")])
 def test_options_are_checked(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy(**options)
