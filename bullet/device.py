@@ -269,9 +269,9 @@ class DeviceModel:
             layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
-                    logits_seqs: int) -> StepWork:
-        """One lock-step batch: dense kernels once over all tokens, attention of both parts."""
-        return self._work(pieces, num_seqs, context_tokens, self.model.num_layers, logits_seqs)
+                    logits_seqs: int, layers: int | None = None) -> StepWork:
+        """One lock-step batch: dense kernels once over all tokens, attention of both parts; all layers unless said."""
+        return self._work(pieces, num_seqs, context_tokens, layers or self.model.num_layers, logits_seqs)
 
     def _work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, layers: int,
               logits_seqs: int) -> StepWork:

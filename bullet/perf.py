@@ -83,8 +83,8 @@ class Estimator(Protocol):
 class Sample(NamedTuple):
     """One measured state: a whole prefill of one prompt, or one decode iteration, in seconds.
 
-    ``tokens``: prompt tokens of a prefill, sequences of a decode; ``context_tokens``: attended over a decode batch, 0
-    for a prefill. ``corun_sms``, ``corun_tokens``: the same of what ran beside it throughout (0: nothing did).
+    ``tokens``: prompt tokens of a prefill, sequences of a decode; ``context_tokens``: attended over a decode batch, past
+    tokens of a prefill. ``corun_sms``, ``corun_tokens``: the same of what ran beside it throughout (0: nothing did).
     """
 
     kind: str
@@ -610,48 +610,82 @@ class Oracle(Srm):
 # --------------------------------------------------------------------------------------------- sampling
 
 
-def sample_device(device: DeviceModel, splits: SplitTable, *, seed: int, noise_std: float = 0.03,
-                  prefill_tokens: Sequence[int] = (32, 256, 1024, 4096, 16384),
-                  batches: Sequence[int] = (1, 8, 32, 64, 96, 128, 512), corun_batches: Sequence[int] = (8, 64, 512),
-                  contexts: Sequence[int] = (256, 4096)) -> list[Sample]:
-    """A few noisy samples of the simulated device, alone and co-running, as a sweep takes them from a GPU.
+class SampledState(NamedTuple):
+    """What :func:`sample_device` is to sample: a prefill, a decode, or both at once, each on its SMs.
+
+    ``pieces``: (new, past) tokens of each prompt, none for decode alone. ``num_seqs``, ``context_tokens``: as
+    :class:`Sample`; no sequences for prefill alone. ``layers`` None: the whole model with its LM head; else that many
+    layers without it.
+    """
+
+    pieces: tuple[tuple[int, int], ...] = ()
+    prefill_sms: int = 0
+    num_seqs: int = 0
+    context_tokens: int = 0
+    decode_sms: int = 0
+    layers: int | None = None
+
+
+def calibration_states(device: DeviceModel, splits: SplitTable, *,
+                       prefill_tokens: Sequence[int] = (32, 256, 1024, 4096, 16384),
+                       batches: Sequence[int] = (1, 8, 32, 64, 96, 128, 512), corun_batches: Sequence[int] = (8, 64, 512),
+                       contexts: Sequence[int] = (256, 4096)) -> list[SampledState]:
+    """The few states that calibrate an estimator.
 
     SM axis: two counts for prefill (half and all), four for decode (its floor N/9, N_d, half, all: between N_d and all
     the straight line of eq. 1 and a soft knee differ most), three for co-running (decode's floor, half, prefill's
-    floor: nothing is extrapolated between them). A co-running pair gives a sample of either side.
-    Noise is log-normal, ``noise_std`` relative (95 % of the paper's states lie within 6.8 %: section 3.2.3).
+    floor: nothing is extrapolated between them).
     """
-    rng = np.random.default_rng(np.random.SeedSequence([seed, 0, 0x5A]))
     n, d = splits.num_sms, splits.decode_sms
 
     def at_least(sms: float) -> int:
         return int(d[min(len(d) - 1, int(np.searchsorted(d, sms - 1e-9)))])
 
     floor, knee, half = at_least(n / 9), at_least(device.gpu.knee_sms), at_least(n / 2)
+    states = [SampledState(((tokens, 0),), sms) for tokens in prefill_tokens for sms in (half, n)]
+    states += [SampledState(num_seqs=batch, context_tokens=batch * context, decode_sms=sms)
+               for batch in batches for context in contexts for sms in sorted({floor, knee, half, n})]
+    states += [SampledState(((tokens, 0),), n - sms, batch, batch * context, sms)
+               for tokens in prefill_tokens for sms in sorted({floor, half, n - floor})
+               for batch in corun_batches for context in contexts]
+    return states
+
+
+def sample_device(device: DeviceModel, states: Sequence[SampledState], *, seed: int, noise_std: float = 0.03,
+                  repeats: int = 1) -> list[Sample]:
+    """Noisy samples of the simulated device, alone and co-running, as a GPU would give them: ``repeats`` of each state,
+    in order. A state with both phases gives a sample of either side, decode's first.
+
+    The only place that draws from the device. Noise is log-normal, ``noise_std`` relative (95 % of the paper's states lie
+    within 6.8 %: section 3.2.3).
+    """
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 0, 0x5A]))
     samples: list[Sample] = []
 
     def noisy(seconds: float) -> float:
         return seconds * math.exp(noise_std * float(rng.standard_normal()))
 
-    def prefill(tokens: int) -> StepWork:
-        return device.prefill_work([(tokens, 0)], device.model.num_layers, logits_seqs=1)
-
-    for tokens in prefill_tokens:
-        for sms in (half, n):
-            samples.append(Sample(PREFILL, sms, tokens, 0, noisy(device.solo_seconds(prefill(tokens), sms))))
-    for batch in batches:
-        for context in contexts:
-            step = device.decode_work(batch, batch * context)
-            for sms in sorted({floor, knee, half, n}):
-                samples.append(Sample(DECODE, sms, batch, batch * context, noisy(device.solo_seconds(step, sms))))
-    for tokens in prefill_tokens:
-        for sms in sorted({floor, half, n - floor}):
-            for batch in corun_batches:
-                for context in contexts:
-                    step = device.decode_work(batch, batch * context)
-                    prefill_s, decode_s = device.corun_seconds(prefill(tokens), n - sms, step, sms)
-                    samples.append(Sample(DECODE, sms, batch, batch * context, noisy(decode_s), n - sms, tokens))
-                    samples.append(Sample(PREFILL, n - sms, tokens, 0, noisy(prefill_s), sms, batch))
+    for state in states:
+        pieces, p, seqs, context, d, layers = state
+        tokens = sum(new for new, _ in pieces)
+        past = sum(past for _, past in pieces)
+        works = []
+        if pieces:
+            works.append(device.prefill_work(pieces, layers or device.model.num_layers,
+                                             logits_seqs=0 if layers else len(pieces)))
+        if seqs:
+            works.append(device.hybrid_work((), seqs, context, logits_seqs=0 if layers else seqs, layers=layers))
+        if not works:
+            raise ProfileError(f"state {state}: needs a prefill or a decode")
+        if len(works) == 1:
+            alone_s = device.solo_seconds(works[0], p if pieces else d)
+            own = (PREFILL, p, tokens, past) if pieces else (DECODE, d, seqs, context)
+            samples += [Sample(*own, noisy(alone_s)) for _ in range(repeats)]
+            continue
+        prefill_s, decode_s = device.corun_seconds(works[0], p, works[1], d)
+        for _ in range(repeats):
+            samples.append(Sample(DECODE, d, seqs, context, noisy(decode_s), p, tokens))
+            samples.append(Sample(PREFILL, p, tokens, past, noisy(prefill_s), d, seqs))
     return samples
 
 
@@ -660,7 +694,7 @@ def make_estimator(name: str, *, device: DeviceModel, model: ModelSpec, gpu: Gpu
     """``srm``, ``srm-blind`` or ``oracle``, calibrated on samples of the device where it needs them."""
     if name not in ("srm", "srm-blind", "oracle"):
         raise ConfigError(f"unknown estimator {name!r}: must be srm, srm-blind or oracle")
-    samples = sample_device(device, splits, seed=seed)
+    samples = sample_device(device, calibration_states(device, splits), seed=seed)
     if name == "oracle":
         return Oracle(device, gpu, splits, samples, recalibrate=recalibrate, error=error)
     return Srm(model, gpu, splits, samples, tensor_parallel=device.tensor_parallel, blind=name == "srm-blind",

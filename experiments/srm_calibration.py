@@ -15,7 +15,7 @@ import numpy as np
 from bullet.config import DeviceConfig
 from bullet.device import DeviceModel, load_device
 from bullet.errors import BulletError
-from bullet.perf import Sample, Srm, sample_device
+from bullet.perf import Sample, Srm, calibration_states, sample_device
 from bullet.state import PREFILL, SplitTable
 
 INSIDE = ((100, 512, 2048, 8192), (4, 24, 48, 80, 160, 300), (300, 1500, 3500))
@@ -86,7 +86,7 @@ def main() -> int:
         print(f"srm_calibration: {exc}", file=sys.stderr)
         return 2
     splits = SplitTable.every(device.num_sms)
-    samples = sample_device(device, splits, seed=args.seed, noise_std=args.noise)
+    samples = sample_device(device, calibration_states(device, splits), seed=args.seed, noise_std=args.noise)
     pairs = sum(bool(s.corun_sms) for s in samples) // 2
     print(f"source: simulated (device model: {device.coefficients.source}; {args.gpu}, {args.model}); "
           f"{len(samples) - 2 * pairs} states alone and {pairs} co-running pairs, {args.noise:.0%} noise\n")

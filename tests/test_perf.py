@@ -11,7 +11,18 @@ from bullet import work
 from bullet.config import DeviceConfig, GpuSpec, ModelSpec
 from bullet.device import load_device
 from bullet.errors import ConfigError, ProfileError
-from bullet.perf import Recalibration, Sample, Srm, _srm_seconds, along_sms, interpolate, make_estimator, sample_device
+from bullet.perf import (
+    Recalibration,
+    Sample,
+    SampledState,
+    Srm,
+    _srm_seconds,
+    along_sms,
+    calibration_states,
+    interpolate,
+    make_estimator,
+    sample_device,
+)
 from bullet.state import DECODE, PREFILL, SplitTable
 from tests.worlds import A100
 
@@ -41,7 +52,7 @@ def test_interpolation_and_linear_extrapolation() -> None:
 
 def test_alpha_makes_samples_exact() -> None:
     """Decode alone, prefill alone on all N, and (over the decode batches beside it) prefill on a split."""
-    samples = sample_device(A100, SPLITS, seed=0, noise_std=0.0)
+    samples = sample_device(A100, calibration_states(A100, SPLITS), seed=0, noise_std=0.0)
     srm = Srm(A100.model, A100.gpu, SPLITS, samples, recalibrate=False)
     beside: dict[tuple[int, int], list[float]] = {}
     for s in samples:
@@ -101,7 +112,7 @@ def test_the_bandwidth_line_and_the_ridge() -> None:
 
 def test_repeated_samples_are_averaged() -> None:
     """A sweep repeats: two runs 1 % to either side count as their geometric mean."""
-    samples = sample_device(A100, SPLITS, seed=0)
+    samples = sample_device(A100, calibration_states(A100, SPLITS), seed=0)
     twice = [s._replace(seconds=s.seconds * factor) for s in samples for factor in (1.01, 1 / 1.01)]
     once, mean = (Srm(A100.model, A100.gpu, SPLITS, found) for found in (samples, twice))
     assert mean.decode_at(30, 30_000, 0, 9) == pytest.approx(once.decode_at(30, 30_000, 0, 9), rel=1e-9)
@@ -198,10 +209,33 @@ def test_learning_does_not_oscillate() -> None:
 
 
 def test_the_same_seed_gives_the_same_samples() -> None:
-    a, b, c = (sample_device(A100, SPLITS, seed=seed) for seed in (1, 1, 2))
+    a, b, c = (sample_device(A100, calibration_states(A100, SPLITS), seed=seed) for seed in (1, 1, 2))
     assert a == b != c
     assert {s.source for s in a} == {"simulated"}
     assert len(a) < 250  # 66 states alone and 90 pairs; the paper checks against 7,360
+
+
+def test_samples_of_a_state_are_the_devices_own_times() -> None:
+    """Without noise: both sides of a pair, a prefill over a past, and one layer without LM head; in order, repeated."""
+    pair = SampledState(((64, 0), (64, 0)), 84, 8, 8 * 512, 24)
+    tail, one = SampledState(((256, 1024),), 108), SampledState(num_seqs=8, context_tokens=8 * 512, decode_sms=24, layers=1)
+    samples = sample_device(A100, [pair, tail, one], seed=0, noise_std=0.0, repeats=2)
+    prefill, decode = A100.prefill_work([(64, 0), (64, 0)], 32, logits_seqs=2), A100.decode_work(8, 8 * 512)
+    prefill_s, decode_s = A100.corun_seconds(prefill, 84, decode, 24)
+    tail_s = A100.solo_seconds(A100.prefill_work([(256, 1024)], 32, logits_seqs=1), 108)
+    assert samples[0] == samples[2] == Sample(DECODE, 24, 8, 8 * 512, decode_s, 84, 128)
+    assert samples[1] == samples[3] == Sample(PREFILL, 84, 128, 0, prefill_s, 24, 8)
+    assert samples[4] == samples[5] == Sample(PREFILL, 108, 256, 1024, tail_s)
+    # 32 such layers and an LM head are the iteration.
+    layer_s, whole_s = samples[6].seconds, A100.solo_seconds(decode, 24)
+    assert samples[6] == samples[7] == Sample(DECODE, 24, 8, 8 * 512, layer_s)
+    assert 0 < whole_s - 32 * layer_s < 4 * layer_s
+    noisy = sample_device(A100, [one], seed=0, noise_std=0.03, repeats=2000)
+    logs = np.log([s.seconds / layer_s for s in noisy])
+    assert abs(logs.mean()) < 4 * 0.03 / math.sqrt(2000)
+    assert logs.std() == pytest.approx(0.03, rel=0.1)
+    with pytest.raises(ProfileError, match="needs a prefill or a decode"):
+        sample_device(A100, [SampledState()], seed=0)
 
 
 def test_bad_samples_and_names_are_refused() -> None:
@@ -212,7 +246,7 @@ def test_bad_samples_and_names_are_refused() -> None:
         Srm(model, gpu, SPLITS, [Sample(DECODE, 54, 4, 100, 0.1)])
     with pytest.raises(ProfileError, match="seconds must be positive"):
         Srm(model, gpu, SPLITS, [Sample(PREFILL, 54, 100, 0, 0.0)])
-    alone = [s for s in sample_device(A100, SPLITS, seed=0) if not s.corun_sms]
+    alone = [s for s in sample_device(A100, calibration_states(A100, SPLITS), seed=0) if not s.corun_sms]
     with pytest.raises(ProfileError, match="no decode beside a prefill"):
         Srm(A100.model, A100.gpu, SPLITS, alone)
     Srm(A100.model, A100.gpu, SPLITS, alone, blind=True)

@@ -8,6 +8,7 @@ alternate instead of running at once.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import platform
@@ -16,11 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from bullet.config import MODELS, DeviceConfig, ModelSpec, get_gpu
+from bullet.device import load_device
 from bullet.errors import ProfileError
 from bullet.kernels import timing
+from bullet.perf import SampledState, sample_device
 from bullet.runtime.partition import Lane, Pair, PartitionTable, Split
 from bullet.runtime.plan import Point, Shape, flops_and_bytes
 
@@ -246,11 +247,23 @@ def anchor_shape(model: ModelSpec, *, cpu: bool = False) -> Shape:
 # ------------------------------------------------------------------------------------------- simulated
 
 
-class SimulatedBench:
-    """Samples of the simulator's device with multiplicative noise, as a GPU would give them. Layers only.
+def sampled_state(shape: Shape, sms: int, beside: Shape | None = None, beside_sms: int = 0) -> SampledState:
+    """One layer of ``shape``; with ``beside``, ``shape`` is the prefill and ``beside`` the decode."""
+    if shape.op == "decode_layer":
+        return SampledState(num_seqs=shape.batch, context_tokens=shape.batch * shape.context_tokens, decode_sms=sms, layers=1)
+    state = SampledState(((shape.tokens // shape.batch, shape.context_tokens),) * shape.batch, sms, layers=1)
+    if beside is not None:
+        state = state._replace(num_seqs=beside.batch, context_tokens=beside.batch * beside.context_tokens,
+                               decode_sms=beside_sms)
+    return state
 
-    Noise is log-normal with ``noise_std``, drawn from the seed and the point's key: the order of a sweep does not change
-    it. Nothing here is a measurement; every row says ``source = simulated``.
+
+class SimulatedBench:
+    """Noisy samples of the simulator's device, as a GPU would give them. Layers only.
+
+    All of them come from :func:`bullet.perf.sample_device`, as an estimator's do. The noise of a point is drawn from the
+    seed and the point's key: the order of a sweep does not change it. Nothing here is a measurement; every row says
+    ``source = simulated``.
     """
 
     backend = "simulated"
@@ -259,10 +272,6 @@ class SimulatedBench:
 
     def __init__(self, model: ModelSpec, gpu_name: str, table: PartitionTable, *, noise_std: float = 0.03, seed: int = 0,
                  samples: int = 25) -> None:
-        try:
-            from bullet.device import load_device
-        except ImportError as exc:
-            raise ProfileError(f"--device simulated: the simulated device is not available ({exc})") from None
         if MODELS.get(model.name) != model:
             raise ProfileError(f"--device simulated: model {model.name!r} is not built in; choose one of "
                                f"{', '.join(MODELS)}")
@@ -281,40 +290,34 @@ class SimulatedBench:
         return (point.kind in ("solo", "corun") and point.shape.op in ("prefill_layer", "decode_layer")
                 and (point.kind == "solo" or point.split is not None))
 
-    def _work(self, shape: Shape) -> Any:
-        new = shape.tokens // shape.batch
-        if shape.op == "prefill_layer":
-            return self.device.prefill_work([(new, shape.context_tokens)] * shape.batch, 1, logits_seqs=0)
-        # One layer without the LM head; decode_work would be the whole iteration.
-        return self.device._work((), shape.batch, shape.batch * shape.context_tokens, 1, 0)
-
-    def _noisy(self, seconds: float, key: str) -> timing.Stats:
-        generator = np.random.default_rng([self._seed, *key.encode()])
-        values = seconds * np.exp(generator.normal(0.0, self._noise_std, self._samples))
-        return timing.summarise(values.tolist())
+    def _sample(self, key: str, state: SampledState) -> dict[str, timing.Stats]:
+        """Statistics of one layer by phase."""
+        seed = int.from_bytes(hashlib.sha256(f"{self._seed}:{key}".encode()).digest()[:8])
+        samples = sample_device(self.device, [state], seed=seed, noise_std=self._noise_std, repeats=self._samples)
+        return {phase: timing.summarise([s.seconds for s in samples if s.kind == phase])
+                for phase in sorted({s.kind for s in samples})}
 
     def measure(self, point: Point) -> list[Measurement]:
         if point.kind == "solo":
             units = lane_units(self, point, point.lane)
-            seconds = self.device.solo_seconds(self._work(point.shape), units)
-            return [Measurement(point.lane, point.shape, units, self._noisy(seconds, point.key), 1)]
+            (stats,) = self._sample(point.key, sampled_state(point.shape, units)).values()
+            return [Measurement(point.lane, point.shape, units, stats, 1)]
         assert point.split is not None
         assert point.other is not None
         p, d = point.split
-        works = self._work(point.shape), self._work(point.other)
-        times = self.device.corun_seconds(works[0], p, works[1], d)
-        window_s = self._samples * max(times)
-        return [Measurement(lane, shape, units, self._noisy(own, f"{point.key}|{lane}"), 1, beside.op, beside, other_units,
-                            work.bytes / other, window_s)
-                for lane, shape, units, own, beside, other_units, work, other in (
-                    ("prefill", point.shape, p, times[0], point.other, d, works[1], times[1]),
-                    ("decode", point.other, d, times[1], point.shape, p, works[0], times[0]))]
+        stats = self._sample(point.key, sampled_state(point.shape, p, point.other, d))
+        medians = {phase: found.median_s for phase, found in stats.items()}
+        window_s = self._samples * max(medians.values())
+        rows = (("prefill", point.shape, p, "decode", point.other, d), ("decode", point.other, d, "prefill", point.shape, p))
+        return [Measurement(lane, shape, units, stats[lane], 1, beside.op, beside, other_units,
+                            flops_and_bytes(self.model, beside)[1] / medians[other], window_s)
+                for lane, shape, units, other, beside, other_units in rows]
 
     def anchor(self) -> Measurement:
         self._anchors += 1
         shape = anchor_shape(self.model)
-        seconds = self.device.solo_seconds(self._work(shape), self.num_units)
-        return Measurement("full", shape, self.num_units, self._noisy(seconds, f"anchor {self._anchors}"), 1)
+        (stats,) = self._sample(f"anchor {self._anchors}", sampled_state(shape, self.num_units)).values()
+        return Measurement("full", shape, self.num_units, stats, 1)
 
     def clocks(self) -> dict[str, float | None]:
         return dict(NO_CLOCKS)

@@ -12,10 +12,22 @@ import pytest
 from bullet import profile_cli
 from bullet.config import get_model
 from bullet.kernels.timing import Stats
-from bullet.runtime.bench import NO_CLOCKS, DeviceLostError, Measurement, PointError, lane_units
+from bullet.runtime.bench import NO_CLOCKS, DeviceLostError, Measurement, PointError, SimulatedBench, lane_units
 from bullet.runtime.check import unchecked
-from bullet.runtime.partition import granularity, simulated_table
-from bullet.runtime.plan import ANCHOR_EVERY, CORE_DECODE_SHARES, Rates, Shape, choose_splits, gpu_axes, make_plan
+from bullet.runtime.partition import Split, granularity, simulated_table
+from bullet.runtime.plan import (
+    ANCHOR_EVERY,
+    CORE_DECODE_SHARES,
+    Point,
+    Rates,
+    Shape,
+    choose_splits,
+    decode,
+    flops_and_bytes,
+    gpu_axes,
+    make_plan,
+    prefill,
+)
 from bullet.runtime.summary import MAX_CHARS, corun_lines, fit
 from bullet.runtime.sweep import run_sweep
 from bullet.tables import Journal, finalise, read_journal
@@ -232,17 +244,23 @@ def test_simulated_sweep_is_labelled_and_repeats_with_its_seed(tmp_path, capsys)
     assert max(slow) > 1.0
 
 
-def test_simulated_decode_layer_is_a_layer_of_the_iteration():
-    """layers x one layer + LM head = the whole iteration that the simulator runs."""
-    from bullet.runtime.bench import SimulatedBench
-    from bullet.runtime.plan import decode
-
-    bench = SimulatedBench(LLAMA, "h200", simulated_table(SPLITS, 132, (9, 0)))
-    device, work = bench.device, bench._work(decode("decode_layer", 16, 1024))
-    whole = device.decode_work(16, 16 * 1024)
-    head = device.solo_seconds(whole, 132) - 32 * device.solo_seconds(work, 132)
-    assert 0 < head < 4 * device.solo_seconds(work, 132)
-    assert whole.bytes > 32 * work.bytes
+def test_simulated_rows_are_samples_of_the_device():
+    """Without noise, and by the device's own answers: a layer alone, both sides of a pair, the least bytes beside it."""
+    bench = SimulatedBench(LLAMA, "h200", simulated_table(SPLITS, 132, (9, 0)), noise_std=0.0)
+    p_shape, d_shape = prefill("prefill_layer", 512, 256, batch=2), decode("decode_layer", 16, 1024)
+    device = bench.device
+    p_work = device.prefill_work([(512, 256)] * 2, 1, logits_seqs=0)
+    d_work = device.hybrid_work((), 16, 16 * 1024, logits_seqs=0, layers=1)
+    (alone,) = bench.measure(Point("solo", Split(112, 20), "decode", d_shape))
+    assert (alone.sms, alone.stats.samples) == (20, 25)
+    assert alone.stats.median_s == pytest.approx(device.solo_seconds(d_work, 20), rel=1e-12)
+    (full,) = bench.measure(Point("solo", None, "full", p_shape))
+    assert full.stats.median_s == pytest.approx(device.solo_seconds(p_work, 132), rel=1e-12)
+    p, d = bench.measure(Point("corun", Split(112, 20), "both", p_shape, d_shape))
+    assert (p.stats.median_s, d.stats.median_s) == pytest.approx(device.corun_seconds(p_work, 112, d_work, 20), rel=1e-12)
+    assert (p.lane, p.sms, p.corunner_shape, p.corunner_sms) == ("prefill", 112, d_shape, 20)
+    assert (d.lane, d.sms, d.corunner_shape, d.corunner_sms) == ("decode", 20, p_shape, 112)
+    assert d.corunner_bytes_per_s == pytest.approx(flops_and_bytes(LLAMA, p_shape)[1] / p.stats.median_s)
 
 
 @pytest.mark.parametrize(("command", "message"), [
