@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bullet.config import GPUS, ModelSpec, get_gpu, get_model
-from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError
+from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, ResultsError
 from bullet.runtime import check as checking
 from bullet.runtime import plan as planning
 from bullet.runtime import summary, sweep
@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 not proven (check) or tables that disagree, 2 the user's to repair, 3 device lost,
-    130 interrupted."""
+    130 Ctrl-C, 143 terminated."""
     started_s = time.monotonic()
     try:
         args = build_parser().parse_args(argv)
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as exc:
         sys.stderr.write(f"{PROG}: {exc or 'interrupted'}\n")
-        return 130
+        return sweep.interrupt_status(exc)
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -114,9 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM (a time limit) unwinds like Ctrl-C: contexts are destroyed and rows kept."""
+    """SIGTERM (a time limit) unwinds like Ctrl-C: contexts are destroyed and rows kept. A second one changes nothing."""
     def stop(number: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt("terminated")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise sweep.Terminated("terminated")
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
@@ -166,14 +167,26 @@ def _open_cuda(args: argparse.Namespace, model: ModelSpec, started_s: float, *, 
         say(f"{note}; going on with plain streams, and every row says so")
         bench, asked_core, fixed = open_("none")
     try:
+        broken = bench.try_kernels()
+        if broken:
+            say(f"triton does not work here ({broken}): no probe, so nothing can be proven, and no ALU-spin control")
         report = _prove(bench, note)
+        if fall_back and args.backend == "auto" and _useless(report):
+            note = f"no partition: every probe on a green context failed ({report.pairs[0].reasons[0]})"
+            say(f"{note}; going on with plain streams, and every row says so")
+            _close(bench)
+            bench, asked_core, fixed = open_("none")
+            bench.try_kernels()
+            report = _prove(bench, note)
         core = [p.granted for p in bench.table.pairs if p.asked in asked_core] if bench.backend == "green-context" else []
         extra = [p.granted for p in bench.table.pairs if p.granted not in core] if core else []
         if bench.backend == "software":
             for op in planning.OPS:
                 bench.table.allow(_Named(op))
         fits = bench_cuda.fits_in(model, 2, bench.free_bytes())
-        rates = bench_cuda.rates_for(bench.props, startup_s=time.monotonic() - started_s + 3)
+        # 1 s: plan and journal. The closing is part of the budget too.
+        elapsed_s = time.monotonic() - started_s + 1 + sweep.closing_seconds(getattr(args, "budget_s", None) or 240.0)
+        rates = bench_cuda.rates_for(bench.props, startup_s=elapsed_s)
         return _Session(bench, planning.gpu_axes(core, extra), rates, report, fits, fixed)
     except BaseException:
         _close(bench)
@@ -192,9 +205,24 @@ def _prove(bench: Any, note: str) -> checking.CheckReport:
     if bench.backend != "green-context":
         return checking.unchecked(bench.table, bench.gpu, note)
     try:
-        return checking.run_check(bench.table, bench, bench.gpu)
+        report = checking.run_check(bench.table, bench, bench.gpu)
     except PartitionError as exc:
         return checking.unchecked(bench.table, bench.gpu, str(exc))
+    if not report.proven and bench.enter_contexts():
+        say(f"{report.num_proven} of {len(report.pairs)} pairs proven by streams alone; once more with each green context "
+            "made current")
+        again = checking.run_check(bench.table, bench, bench.gpu)
+        if again.num_proven <= report.num_proven:
+            bench.leave_contexts()
+        else:
+            report = again
+    return report
+
+
+def _useless(report: checking.CheckReport) -> bool:
+    """Not one probe ran on any pair, though the control did: nothing can be measured on these streams."""
+    return bool(report.pairs) and not report.control_reasons and all(
+        any(reason.startswith("probe failed") for reason in pair.reasons) for pair in report.pairs)
 
 
 def _open_cpu(args: argparse.Namespace, model: ModelSpec) -> _Session:
@@ -248,6 +276,8 @@ def _check(args: argparse.Namespace) -> int:
         report = checking.unchecked(table, f"simulated {args.gpu}", "simulated: split arithmetic alone, nothing is proven")
         say("\n".join([*report.lines()[:2], *(f"  {p.granted!s:>8}  would be granted" for p in table.pairs)]))
         return 0
+    if args.out is not None:
+        _prepare(args.out)
     session = _open_cuda(args, get_model("tiny"), time.monotonic(), fall_back=False)
     try:
         if args.out is not None:
@@ -267,6 +297,7 @@ def _sweep(args: argparse.Namespace, started_s: float) -> int:
         say("\n".join(_plan_lines(args, model, budget_s)))
         return 0
     out: Path = args.out or Path("runs") / f"profile-{args.device}"
+    _prepare(out)
     if args.device == "cuda":
         session = _open_cuda(args, model, started_s, fall_back=True)
     else:
@@ -275,6 +306,27 @@ def _sweep(args: argparse.Namespace, started_s: float) -> int:
         return _run(args, model, session, out, budget_s, started_s)
     finally:
         _close(session.bench)
+
+
+def _prepare(out: Path) -> None:
+    """Make the folder and look at what is in it before a device is opened: an error costs no device time then."""
+    probe = out / ".writable"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as exc:
+        raise ResultsError(f"{out}: cannot be written ({exc.strerror}): choose another --out") from None
+    samples = out / "samples.jsonl"
+    if samples.exists() and samples.stat().st_size:
+        read_journal(samples)
+
+
+def _write_text(path: Path, lines: Sequence[str]) -> None:
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise ResultsError(f"{path}: cannot be written ({exc.strerror}); rows until here are kept") from None
 
 
 def _close(bench: Bench) -> None:
@@ -304,17 +356,16 @@ def _run(args: argparse.Namespace, model: ModelSpec, session: _Session, out: Pat
         text = [f"Plan: {model.name}, {bench.dtype}, on {bench.gpu} ({bench.num_units} {bench.unit}s)"
                 + (f", {len(journal.rows)} rows are there already" if journal.rows else ""), *plan.describe(bench.unit)]
         say("\n".join(text))
-        (out / "plan.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
+        _write_text(out / "plan.txt", text)
         result = sweep.run_sweep(bench, model, plan, journal, report, budget_s=budget_s, started_s=started_s,
                                  fixed=session.fixed, say=say)
         rows = finalise(journal.rows)
     lines = _closing(bench, verdicts, rows, result, out)
-    (out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     say("\n" + "\n".join(lines))
-    if result.lost:
+    _write_text(out / "summary.txt", lines)
+    if result.status in (2, 3):
         sys.stderr.write(f"{PROG}: error: {result.stopped}\n")
-        return 3
-    return 130 if result.interrupted else 0
+    return result.status
 
 
 def _skipped(point: planning.Point, ops: Sequence[str]) -> bool:

@@ -22,6 +22,9 @@ OVERSUBSCRIPTION = 4
 """Waves of a probe over a whole device: every SM that may be used is used."""
 
 
+# Times are not specialised on (1, multiples of 16): a kernel compiles once, at its first launch, never before a window.
+
+
 @triton.jit
 def _now():
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
@@ -32,7 +35,7 @@ def _smid():
     return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spin_ns"])
 def sm_probe_kernel(smid_ptr, start_ptr, end_ptr, spin_ns):
     """Each block notes its SM, spins for ``spin_ns``, and notes when it started and ended (ns)."""
     block = tl.program_id(0)
@@ -45,7 +48,7 @@ def sm_probe_kernel(smid_ptr, start_ptr, end_ptr, spin_ns):
     tl.store(end_ptr + block, now)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spin_ns"])
 def gate_kernel(out_ptr, spin_ns):
     """One block holds its stream for ``spin_ns``, while the host queues what comes after."""
     start = _now()
@@ -55,7 +58,7 @@ def gate_kernel(out_ptr, spin_ns):
     tl.store(out_ptr, now - start)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spin_ns"])
 def alu_spin_kernel(out_ptr, spin_ns, BLOCK: tl.constexpr):
     """Dependent multiply-adds in registers for ``spin_ns``: keeps an SM's arithmetic busy, memory idle."""
     block = tl.program_id(0)
@@ -131,7 +134,6 @@ class ProbeBuffers:
 
 def launch_probe(buffers: ProbeBuffers, spin_ns: int) -> None:
     """On the current stream."""
-    # Arguments that Triton would specialise on (1, multiples of 16) are fixed per run: one compilation.
     sm_probe_kernel[(buffers.blocks,)](buffers.smid, buffers.start, buffers.end, _require_int64(spin_ns, "spin_ns"),
                                        num_warps=PROBE_WARPS)
 

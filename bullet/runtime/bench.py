@@ -36,6 +36,10 @@ class DeviceLostError(ProfileError):
     """The device answers no more: the sweep ends, what was measured is kept."""
 
 
+class BusyError(ProfileError):
+    """Another process has come to the device: the sweep ends, what was measured is kept."""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One lane's samples. ``stats``: seconds of one repetition. ``window_s`` is None alone.
@@ -75,7 +79,7 @@ class Bench(Protocol):
         ...
 
     def anchor(self) -> Measurement:
-        """The same full-device operation each time: what drift is read from."""
+        """The same full-device operation each time: what drift is read from. :class:`BusyError` if we are not alone."""
         ...
 
     def clocks(self) -> dict[str, float | None]:

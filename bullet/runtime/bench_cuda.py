@@ -24,14 +24,22 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from bullet.config import GPUS, ModelSpec
 from bullet.errors import PartitionError, ProfileError
 from bullet.kernels import timing
-from bullet.runtime.bench import DeviceLostError, Measurement, PointError, anchor_shape, lane_units, other_lane
+from bullet.runtime.bench import (
+    BusyError,
+    DeviceLostError,
+    Measurement,
+    PointError,
+    anchor_shape,
+    lane_units,
+    other_lane,
+)
 from bullet.runtime.check import Reading
 from bullet.runtime.partition import (
     Lane,
@@ -59,6 +67,10 @@ ALU_SPIN_S = 5e-4
 PROBE_SPIN_NS = 20_000
 FREE_SHARE = 0.12
 """Below this share of free memory, cached graphs and data are dropped before more is built."""
+
+
+class OutOfMemoryError(PointError):
+    """One point found too little memory; what was cached has been dropped."""
 
 
 @dataclass
@@ -91,8 +103,9 @@ class CudaBench:
 
     def __init__(self, model: ModelSpec, table: PartitionTable, plain: PartitionTable, props: Props, workloads: Any,
                  cuda: Any, kernels: Any, *, dtype: str, dtype_bytes: int, versions: dict[str, Any],
-                 read_clocks: Callable[[], dict[str, float | None]], replays: int = 25, min_prefill_samples: int = 8,
-                 min_replay_s: float = 2e-4) -> None:
+                 read_clocks: Callable[[], dict[str, float | None]],
+                 read_processes: Callable[[], list[str]] = list, allow_busy: bool = False, replays: int = 25,
+                 min_prefill_samples: int = 8, min_replay_s: float = 2e-4) -> None:
         """``kernels``: :mod:`bullet.kernels.probe`, or None where triton is missing: no controls, no proof."""
         self.model, self.table, self.plain, self.props = model, table, plain, props
         self.backend = table.backend
@@ -104,11 +117,15 @@ class CudaBench:
         self._cuda = cuda
         self._kernels = kernels
         self._versions = versions
+        self._enter = False
         self._read_clocks = read_clocks
+        # Whoever is here now is known: ourselves, under whatever id a container gives us, and whom the user allowed.
+        self._read_processes, self._allow_busy, self._known = read_processes, allow_busy, set(read_processes())
         self._replays, self._min_prefill, self._min_replay_s = replays, min_prefill_samples, min_replay_s
         self._works: dict[tuple[Shape, str], Any] = {}
         self._graphs: dict[tuple[Any, int], Graph] = {}
-        self._pools: dict[int, Any] = {}
+        self._pools: dict[int, tuple[Any, Any]] = {}
+        self._void: list[Any] = []
         self._gate_out: Any = None
         self._buffers: dict[str, Any] = {}
         self._anchor: Graph | None = None
@@ -123,6 +140,12 @@ class CudaBench:
         return not (self._kernels is None and point.control == "alu_spin")
 
     def measure(self, point: Point) -> list[Measurement]:
+        try:
+            return self._measure(point)
+        except OutOfMemoryError:  # what was cached for other points is gone now: once more
+            return self._measure(point)
+
+    def _measure(self, point: Point) -> list[Measurement]:
         with self._guard(point.key, point.shape.op):
             if point.kind == "solo":
                 return [self._solo(point)]
@@ -131,6 +154,10 @@ class CudaBench:
     def anchor(self) -> Measurement:
         shape = anchor_shape(self.model)
         lane = self.plain.pairs[0].prefill
+        arrived = sorted(set(self._read_processes()) - self._known)
+        if arrived and not self._allow_busy:
+            raise BusyError(f"another process has come to the GPU ({', '.join(arrived[:3])}): rows until here are kept; end it "
+                            "and run the same command again to resume, or pass --allow-busy and every row says so")
         with self._guard("anchor", shape.op):
             if self._anchor is None:
                 self._anchor = self._capture(lane, self._workload(shape, "prefill"), self._bytes(shape))
@@ -156,6 +183,7 @@ class CudaBench:
         self._graphs.clear()
         self._works.clear()
         self._pools.clear()
+        self._void.clear()
         self._buffers.clear()
         self._anchor = None
         self._gate_out = None
@@ -253,10 +281,15 @@ class CudaBench:
     def _drop_cached(self) -> None:
         self._cuda.synchronize()
         self._graphs.clear()
+        self._anchor = None
         self._pools.clear()
+        self._void.clear()
         self._works.clear()
         self._shop.clear()
-        self._cuda.empty_cache()
+        try:
+            self._cuda.empty_cache()
+        except RuntimeError as exc:  # torch's allocator refuses after a capture that failed; memory is then reused, not freed
+            log.info("cache not emptied: %s", _one_line(exc))
 
     def _graph(self, shape: Shape, lane: Lane, role: str) -> Graph:
         key = (shape, id(lane.stream))
@@ -293,41 +326,53 @@ class CudaBench:
 
     def _capture(self, lane: Lane, work: Any, moved: float | None) -> Graph:
         """Warm up eagerly, capture one round of the input sets, time it, and capture longer if that is too short."""
-        cuda, stream = self._cuda, lane.stream
-        self._synchronize_for_capture()
-        with cuda.stream(stream):
+        # Inputs are made on the default stream; a capture must see them whole.
+        self._cuda.synchronize()
+        with self._on(lane):
             for i in range(min(work.rotation, 3)):
                 work.run(i)
-        stream.synchronize()
-        graph = self._capture_repeats(stream, work, work.rotation, moved)
+        lane.stream.synchronize()
+        graph = self._capture_repeats(lane, work, work.rotation, moved)
         self._time_alone(lane, graph)
         wanted = timing.repeats(graph.replay_s / graph.repeats, self._min_replay_s, work.rotation)
         if wanted > graph.repeats:
-            graph = self._capture_repeats(stream, work, wanted, moved)
+            graph = self._capture_repeats(lane, work, wanted, moved)
             self._time_alone(lane, graph)
         return graph
 
-    def _synchronize_for_capture(self) -> None:
-        # Inputs are made on the default stream; a capture must see them whole.
-        self._cuda.synchronize()
+    def _capture_repeats(self, lane: Lane, work: Any, count: int, moved: float | None) -> Graph:
+        """``count`` repetitions in one graph. Graphs of one stream never run at once, so they share a memory pool.
 
-    def _capture_repeats(self, stream: Any, work: Any, count: int, moved: float | None) -> Graph:
-        cuda = self._cuda
-        pool = self._pools.get(id(stream))
+        torch refuses a pool whose last graph has gone, so the stream's first graph is kept as long as its pool is.
+        """
+        cuda, key = self._cuda, id(lane.stream)
+        pool = self._pools[key][0] if key in self._pools else cuda.graph_pool_handle()
         graph = cuda.CUDAGraph()
-        with cuda.stream(stream):
-            # Graphs of one stream never run at once, so they may share memory.
-            graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+        with self._on(lane):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 for i in range(count):
                     work.run(i % work.rotation)
+                graph.capture_end()
             except BaseException:
-                with suppress(RuntimeError):  # the capture is void; the first error is the one to report
-                    graph.capture_end()
+                self._abandon(graph, pool, key)
                 raise
-            graph.capture_end()
-        self._pools.setdefault(id(stream), graph.pool())
+        self._pools.setdefault(key, (pool, graph))
         return Graph(graph, count, 0.0, moved, keep=work)
+
+    def _abandon(self, graph: Any, pool: Any, key: int) -> None:
+        """End a capture that failed; the first error is the one to report.
+
+        Up to torch 2.11 a failed ``capture_end`` leaves the allocator recording into the pool, and the next capture into
+        it, or emptying the cache, fails: recording is ended by hand, and the stream gets a new pool.
+        """
+        try:
+            graph.capture_end()
+        except Exception as exc:
+            log.info("capture abandoned: %s", _one_line(exc))
+            with suppress(Exception):
+                importlib.import_module("torch")._C._cuda_endAllocateToPool(0, pool)
+        self._void.append((graph, self._pools.pop(key, None)))
 
     def _time_alone(self, lane: Lane, graph: Graph) -> None:
         (train,) = self._run([(lane, graph, 4)])
@@ -349,20 +394,20 @@ class CudaBench:
                   for _, _, count in trains]
         opened = cuda.Event(enable_timing=True)
         for lane, graph, _ in trains:
-            with cuda.stream(lane.stream):
+            with self._on(lane):
                 graph.graph.replay()  # untimed: brings code and clocks in
             if lane.stream is not first:
                 warm = cuda.Event(enable_timing=True)
                 warm.record(lane.stream)
                 first.wait_event(warm)  # the gate opens after every warm-up, or a lane would start late
-        with cuda.stream(first):
+        with self._on(trains[0][0]):
             self._gate(gate_s)
             opened.record(first)
         for lane, _, _ in trains[1:]:
             lane.stream.wait_event(opened)
         for at in sorted(range(len(trains)), key=lambda i: trains[i][2]):
             lane, graph, _ = trains[at]
-            with cuda.stream(lane.stream):
+            with self._on(lane):
                 for start, end in events[at]:
                     start.record(lane.stream)
                     graph.graph.replay()
@@ -382,14 +427,36 @@ class CudaBench:
         self._kernels.launch_gate(self._gate_out, int(seconds * 1e9))
 
     @contextmanager
+    def _on(self, lane: Lane) -> Iterator[None]:
+        """The lane's stream is current; with ``enter_contexts`` its green context too (see :meth:`enter_contexts`)."""
+        with (self.table.current(lane) if self._enter else nullcontext()), self._cuda.stream(lane.stream):
+            yield
+
+    def enter_contexts(self) -> bool:
+        """From now on make a lane's green context current wherever its stream is; False if there is no such thing.
+
+        A stream carries its context, and that should be enough; this is for the case that the check finds it is not.
+        """
+        if self._enter or self.backend != "green-context":
+            return False
+        self._drop_cached()
+        self._enter = True
+        return True
+
+    def leave_contexts(self) -> None:
+        """Back to streams alone."""
+        self._drop_cached()
+        self._enter = False
+
+    @contextmanager
     def _guard(self, what: str, op: str) -> Iterator[None]:
-        """RuntimeErrors of torch and triton become one line: this point's, or the device's if it answers no more."""
+        """Errors of torch, triton and the driver become one line: this point's, or the device's if it answers no more."""
         try:
             yield
-        except (ProfileError, PartitionError):
+        except (ProfileError, AssertionError):  # ours
             raise
-        except RuntimeError as exc:
-            message = _one_line(exc)
+        except Exception as exc:  # whatever a compiler, a launch or an allocation may raise
+            message = _one_line(exc) or type(exc).__name__
             try:
                 self._cuda.synchronize()
             except RuntimeError as lost:
@@ -398,9 +465,22 @@ class CudaBench:
                     f"same command again to resume, with --skip {op} if it fails there again") from None
             if "out of memory" in message.lower():
                 self._drop_cached()
-                raise PointError(f"out of GPU memory ({message[:80]}): end other processes or leave the shape out with "
-                                 "--skip") from None
+                raise OutOfMemoryError(f"out of GPU memory ({message[:80]}): end other processes or leave the shape out "
+                                       "with --skip") from None
             raise PointError(message) from None
+
+    def try_kernels(self) -> str:
+        """Start the Triton kernels once on a plain stream; why they cannot be used, or empty. The rest works without."""
+        if self._kernels is None:
+            return ""
+        try:
+            with self._on(self.plain.pairs[0].prefill):
+                self._gate(1e-5)
+            self._cuda.synchronize()
+        except Exception as exc:  # no C compiler, a driver too old for its PTX, ..
+            self._kernels = None
+            return _one_line(exc) or type(exc).__name__
+        return ""
 
     # ---- the check's prober ---------------------------------------------------------------------------
 
@@ -421,28 +501,28 @@ class CudaBench:
 
     def _probe(self, lanes: tuple[Lane, Lane], mode: str) -> tuple[Reading, Reading]:
         if self._kernels is None:
-            raise PartitionError("the probe needs triton: pip install triton; without it no partition is proven")
+            raise PartitionError("the probe needs triton, working: without it no partition is proven")
         cuda, kernels = self._cuda, self._kernels
         buffers = [self._probe_buffers(name) for name in ("first", "second")]
         launches: list[Callable[[], None]] = []
         for lane, buffer in zip(lanes, buffers, strict=True):
-            with cuda.stream(lane.stream):
+            with self._on(lane):
                 kernels.launch_probe(buffer, PROBE_SPIN_NS)  # compiles, and warms the stream
             lane.stream.synchronize()
             if mode == "eager":
                 launches.append(lambda buffer=buffer: kernels.launch_probe(buffer, PROBE_SPIN_NS))
             else:
                 work = _Load("probe", lambda i, buffer=buffer: kernels.launch_probe(buffer, PROBE_SPIN_NS))
-                launches.append(self._capture_repeats(lane.stream, work, 1, None).graph.replay)
+                launches.append(self._capture_repeats(lane, work, 1, None).graph.replay)
             buffer.poison()
         cuda.synchronize()
         opened = cuda.Event(enable_timing=True)
-        with cuda.stream(lanes[0].stream):
+        with self._on(lanes[0]):
             self._gate(2e-3)
             opened.record(lanes[0].stream)
         lanes[1].stream.wait_event(opened)
         for lane, launch in zip(lanes, launches, strict=True):
-            with cuda.stream(lane.stream):
+            with self._on(lane):
                 launch()
         for lane in lanes:
             lane.stream.synchronize()
@@ -456,7 +536,7 @@ class CudaBench:
         seconds = []
         for _ in range(20):
             left, arrived = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            with cuda.stream(a):
+            with self._on(first.prefill):
                 self._gate(2e-4)
                 left.record(a)
             b.wait_event(left)
@@ -496,7 +576,7 @@ def _one_line(exc: BaseException) -> str:
 class CardReader:
     """Clocks, temperature, power, driver and other processes: through nvidia-ml-py, else nvidia-smi, else unknown.
 
-    Reads only. nvidia-smi takes long, so its answer is kept for ``keep_s``.
+    Reads only. nvidia-smi takes long, so an answer is kept for ``keep_s``, and for 20 times as long as it took.
     """
 
     QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
@@ -506,7 +586,7 @@ class CardReader:
         self._ordinal = ordinal
         self._clock, self._keep_s = clock, keep_s
         self._command = command or _nvidia_smi
-        self._kept: tuple[float, dict[str, float | None]] | None = None
+        self._kept: dict[str, tuple[float, list[list[str]]]] = {}
         self._nvml, self._handle = nvml, None
         if nvml is not None:
             try:
@@ -535,14 +615,10 @@ class CardReader:
                     "clock_mem_hz": _try(lambda: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM) * 1e6),
                     "temperature_c": _try(lambda: float(n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU))),
                     "power_w": _try(lambda: n.nvmlDeviceGetPowerUsage(h) * 1e-3)}
-        if self._kept is not None and self._clock() - self._kept[0] < self._keep_s:
-            return dict(self._kept[1])
         fields = self._query(f"--query-gpu={self.QUERY}")
         values = [_number(v) for v in fields[0]] if fields and len(fields[0]) == 4 else [None] * 4
-        scaled = {name: None if v is None else v * scale for name, v, scale in zip(
+        return {name: None if v is None else v * scale for name, v, scale in zip(
             ("clock_sm_hz", "clock_mem_hz", "temperature_c", "power_w"), values, (1e6, 1e6, 1.0, 1.0), strict=True)}
-        self._kept = (self._clock(), scaled)
-        return dict(scaled)
 
     def driver(self) -> str | None:
         """The driver's version."""
@@ -562,11 +638,18 @@ class CardReader:
                 if len(f) == 2 and f[0] != str(os.getpid())]
 
     def _query(self, what: str) -> list[list[str]]:
+        until_s, answer = self._kept.get(what, (float("-inf"), []))
+        began_s = self._clock()
+        if began_s < until_s:
+            return answer
         try:
             text = self._command(["nvidia-smi", "-i", self._ordinal, what, "--format=csv,noheader,nounits"])
         except (OSError, subprocess.SubprocessError):
-            return []
-        return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+            text = ""
+        answer = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+        ended_s = self._clock()
+        self._kept[what] = ended_s + max(self._keep_s, 20 * (ended_s - began_s)), answer
+        return answer
 
 
 def _nvidia_smi(command: list[str]) -> str:
@@ -615,7 +698,7 @@ def missing_packages() -> dict[str, str]:
     for name, use in uses.items():
         try:
             importlib.import_module(name)
-        except ImportError:
+        except (ImportError, OSError):
             absent[name] = use
     return absent
 
@@ -652,36 +735,43 @@ def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: I
         import torch
 
         from bullet.kernels import reference
-    except ImportError as exc:
-        raise ProfileError(f"torch is not installed ({exc}): --device cuda needs it; --device simulated does not") from None
+    except (ImportError, OSError) as exc:  # OSError: one of its libraries is missing
+        raise ProfileError(f"torch is not installed ({_one_line(exc)}): --device cuda needs it; --device simulated does "
+                           "not") from None
     cuda = torch.cuda
     if not cuda.is_available():
         why = "this torch was built without CUDA" if torch.version.cuda is None else "no GPU or no driver is visible"
         raise ProfileError(f"no usable GPU ({why}): check nvidia-smi, or use --device cpu or --device simulated")
     reader = CardReader.open()
-    others = reader.processes()
+    # On a second opening (after green contexts failed) we are on the card ourselves, under whatever id.
+    others = [] if cuda.is_initialized() else reader.processes()
     if others and not allow_busy:
         raise ProfileError(f"another process is on the GPU ({', '.join(others[:3])}): end it, or pass --allow-busy and "
                            "every row says so")
     device = torch.device("cuda", 0)
-    cuda.init()
-    torch.zeros(1, device=device)  # the primary context, before green contexts retain it
-    raw = cuda.get_device_properties(device)
+    try:
+        cuda.init()
+        torch.zeros(1, device=device)  # the primary context, before green contexts retain it
+        raw = cuda.get_device_properties(device)
+        free, _ = cuda.mem_get_info()
+    except RuntimeError as exc:
+        raise ProfileError(f"the GPU cannot be used ({_one_line(exc)}): end other processes, check nvidia-smi, or use "
+                           "--device cpu or --device simulated") from None
     props = Props(raw.name, raw.multi_processor_count, (raw.major, raw.minor), int(getattr(raw, "L2_cache_size", 0) or 60e6),
                   int(raw.total_memory))
     dtype = torch.bfloat16 if props.capability >= (8, 0) else torch.float16
     try:
         kernels = importlib.import_module("bullet.kernels.probe")
-    except ImportError:
+    except (ImportError, OSError):
         kernels = None
     triton_version = getattr(importlib.import_module("triton"), "__version__", None) if kernels else None
-    free, _ = cuda.mem_get_info()
     shop = reference.Workloads(model, device, dtype, l2_bytes=props.l2_bytes, limit_bytes=max(1 << 28, free // 32), seed=seed)
     table, core_splits = choose_table(backend, props, core, extra, cuda, asked, flags=flags)
     try:
         plain = unpartitioned_table(props.num_sms, lambda priority: cuda.Stream(priority=priority))
         bench = CudaBench(model, table, plain, props, shop, cuda, kernels, dtype=str(dtype).removeprefix("torch."),
                           dtype_bytes=dtype.itemsize, read_clocks=reader.clocks,
+                          read_processes=reader.processes, allow_busy=allow_busy,
                           versions={"driver": reader.driver(), "cuda": torch.version.cuda, "torch": torch.__version__,
                                     "triton": triton_version})
     except BaseException:

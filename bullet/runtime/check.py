@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -84,7 +85,12 @@ class CheckReport:
     @property
     def proven(self) -> bool:
         """Every pair, and the negative control behaved."""
-        return bool(self.pairs) and all(p.proven for p in self.pairs) and not self.control_reasons
+        return bool(self.pairs) and self.num_proven == len(self.pairs)
+
+    @property
+    def num_proven(self) -> int:
+        """Pairs proven; none counts if the negative control failed."""
+        return 0 if self.control_reasons else sum(p.proven for p in self.pairs)
 
     def verdict(self, split: Split) -> tuple[str, str]:
         """``(partition, note)`` for rows measured on the pair granted as ``split``."""
@@ -129,8 +135,8 @@ class CheckReport:
             out.append(f"  shared SMs across pairs: {_cross_overlaps(self)}")
         if self.backend != "green-context":
             return out
-        good = sum(p.proven for p in self.pairs) if not self.control_reasons else 0
-        out.append(f"  {good} of {len(self.pairs)} pairs proven" + (f", {len(self.refused)} refused" if self.refused else ""))
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        out.append(f"  {self.num_proven} of {len(self.pairs)} pairs proven{refused}")
         return out
 
 
@@ -191,6 +197,10 @@ def overlap_matrix(sets: Sequence[frozenset[int]]) -> list[list[int]]:
     return [[len(a & b) for b in sets] for a in sets]
 
 
+def _one_line(exc: BaseException) -> str:
+    return " ".join(f"{type(exc).__name__}: {exc}".split())[:160]
+
+
 def unchecked(table: PartitionTable, gpu: str, note: str) -> CheckReport:
     """A report for backends in which there is nothing to prove, or no way to."""
     pairs = [] if table.backend != "green-context" else [
@@ -201,10 +211,17 @@ def unchecked(table: PartitionTable, gpu: str, note: str) -> CheckReport:
 def run_check(table: PartitionTable, prober: Prober, gpu: str) -> CheckReport:
     """Probe every pair of the table, eager and captured, and the negative control.
 
-    A pair whose probe fails is unproven with that reason; the others go on.
+    A pair whose probe fails is unproven with that reason; the others go on. So is every pair if the control fails.
     """
-    plain = prober.probe_plain()
-    control = judge_control(table.num_sms, plain)
+    nothing = Reading(frozenset(), 0, 0, 0, 0)
+    plain, control = (nothing, nothing), list[str]()
+    try:
+        plain = prober.probe_plain()
+        control = judge_control(table.num_sms, plain)
+    except BulletError:
+        raise
+    except Exception as exc:
+        control.append(f"probe failed on a plain stream: {_one_line(exc)}")
     verdicts, sets, names = [], [], []
     for pair in table.pairs:
         readings: Mapping[str, Any] = {}
@@ -213,8 +230,8 @@ def run_check(table: PartitionTable, prober: Prober, gpu: str) -> CheckReport:
             readings = {mode: prober.probe_pair(pair, mode) for mode in MODES}
         except BulletError:
             raise
-        except RuntimeError as exc:  # a launch or a capture that the driver refused
-            reasons.append(f"probe failed: {' '.join(str(exc).split())[:160]}")
+        except Exception as exc:  # a launch or a capture that the driver refused
+            reasons.append(f"probe failed: {_one_line(exc)}")
         if readings:
             reasons = judge(pair.granted, readings["eager"], readings["graph"])
         eager = readings.get("eager")
@@ -224,6 +241,9 @@ def run_check(table: PartitionTable, prober: Prober, gpu: str) -> CheckReport:
                                     pair.creation_s))
         sets += smids
         names += [f"{pair.granted} prefill", f"{pair.granted} decode"]
-    switch = prober.switch_seconds(table.pairs[0], table.pairs[-1]) if table.pairs else None
+    switch = None
+    if table.pairs:
+        with suppress(Exception):  # a number that is nice to have
+            switch = prober.switch_seconds(table.pairs[0], table.pairs[-1])
     return CheckReport(gpu, table.backend, table.num_sms, verdicts, list(table.refused), control,
                        len(plain[0].smids), names, overlap_matrix(sets), switch)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -131,7 +132,8 @@ def require_legal(split: Split, num_sms: int, rule: Granularity) -> None:
 class Lane:
     """Where one phase runs: ``sms`` granted, ``asked_sms`` requested, and the stream that carries its work.
 
-    ``stream`` is None for the simulated backend. ``handle`` is the driver's own stream handle, where there is one.
+    ``stream`` is None for the simulated backend. ``handle`` and ``context``: the driver's own stream and green context,
+    where there are any.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Lane:
     asked_sms: int
     stream: Any = None
     handle: int | None = None
+    context: Any = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ class PartitionTable:
     pairs: list[Pair]
     refused: list[tuple[Split, str]] = field(default_factory=list)
     on_close: Callable[[], None] | None = None
+    driver: Driver | None = None
     before_close: list[Callable[[], None]] = field(default_factory=list)
     """Called first on close: whoever captured graphs on these streams releases them here."""
 
@@ -199,6 +203,18 @@ class PartitionTable:
                     return lane
         raise PartitionError(f"no {name} lane of {sms} SMs in the table: it has "
                              f"{', '.join(str(p.granted) for p in self.pairs) or 'no pair'}")
+
+    @contextmanager
+    def current(self, lane: Lane) -> Iterator[None]:
+        """The lane's green context is current on this thread; nothing to do for a lane without one."""
+        if self.driver is None or lane.context is None:
+            yield
+            return
+        self.driver.call("cuCtxPushCurrent", self.driver.call("cuCtxFromGreenCtx", lane.context))
+        try:
+            yield
+        finally:
+            self.driver.call("cuCtxPopCurrent")
 
     def close(self) -> None:
         """Release graphs, then streams, then contexts. Everything is attempted; the first failure is raised last."""
@@ -332,7 +348,7 @@ class _GreenContexts:
         sms = driver.green_sms(context)
         stream = driver.call("cuGreenCtxStreamCreate", context, _STREAM_NON_BLOCKING, priority)
         self.streams.append(stream)
-        return Lane(name, sms, asked_sms, wrap(int(stream)), int(stream))
+        return Lane(name, sms, asked_sms, wrap(int(stream)), int(stream), context)
 
     def destroy(self, keep: tuple[int, int] = (0, 0)) -> None:
         """Streams first: destroying one after its context leaks it. ``keep``: how many of each stay (oldest first)."""
@@ -352,8 +368,9 @@ def green_context_table(splits: Iterable[Split], *, driver: Driver | None = None
                         wrap_stream: Callable[[int], Any] = lambda handle: handle, flags: int = 0,
                         priorities: tuple[int, int] = (0, 0),
                         clock: Callable[[], float] = time.perf_counter) -> PartitionTable:
-    """A pair of green contexts for every split. All or nothing on failures of the mechanism; single splits that are
-    not granted go to ``table.refused``.
+    """A pair of green contexts for every split; splits that are not granted go to ``table.refused``. If the mechanism
+    fails before any pair is made that is an error; later (too many contexts, say) the pairs until then are kept, and
+    the rest counts as refused.
 
     Per split: the device's SMs -> one group of the exact size and the remainder -> a descriptor, a context, a stream
     each. The group is the prefill side where that is a multiple of the granularity.
@@ -367,15 +384,23 @@ def green_context_table(splits: Iterable[Split], *, driver: Driver | None = None
     device, num_sms, capability = driver.device(ordinal)
     rule = granularity(capability, flags)
     owner = _GreenContexts(driver, device)
-    table = PartitionTable("green-context", num_sms, [], on_close=owner.destroy)
+    table = PartitionTable("green-context", num_sms, [], on_close=owner.destroy, driver=driver)
+    failed = ""
     try:
         for split in splits:
+            if failed:
+                table.refused.append((split, failed))
+                continue
             started = clock()
             mark = len(owner.contexts), len(owner.streams)
             try:
                 require_legal(split, num_sms, rule)
                 lanes = _make_pair(owner, split, rule, flags, priorities, wrap_stream)
-            except SplitRefusedError as exc:
+            except PartitionError as exc:
+                if not isinstance(exc, SplitRefusedError):
+                    if not table.pairs:
+                        raise
+                    failed = str(exc)
                 owner.destroy(keep=mark)
                 table.refused.append((split, str(exc)))
                 continue

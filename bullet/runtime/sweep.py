@@ -15,27 +15,43 @@ from typing import Any
 import bullet
 from bullet.config import ModelSpec
 from bullet.errors import ProfileError
-from bullet.runtime.bench import Bench, DeviceLostError, Measurement, PointError
+from bullet.runtime.bench import Bench, BusyError, DeviceLostError, Measurement
 from bullet.runtime.check import CheckReport
 from bullet.runtime.partition import Split
 from bullet.runtime.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
 from bullet.tables import Journal
 
 PROGRESS_S = 5.0
+
+
+def closing_seconds(budget_s: float) -> float:
+    """Kept of the budget for the last anchor, the table and the summary. *Assumed.*"""
+    return min(2.0, 0.05 * budget_s)
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass
 class SweepResult:
-    """What one call did. ``stopped``: why it ended before the plan did, or empty. ``lost``: the device is gone."""
+    """What one call did. ``stopped``: why it ended before the plan did, or empty. ``status``: exit status of that: 0 for
+    the plan or the budget, 2 busy, 3 device lost, 130 Ctrl-C, 143 terminated.
+    """
 
     measured: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
     left: int = 0
     stopped: str = ""
-    lost: bool = False
-    interrupted: bool = False
+    status: int = 0
     elapsed_s: float = 0.0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, unwinding like Ctrl-C: contexts are destroyed and rows kept."""
+
+
+def interrupt_status(exc: KeyboardInterrupt) -> int:
+    """The shell's exit status for the signal."""
+    return 143 if isinstance(exc, Terminated) else 130
 
 
 def run_prefix(bench: Bench, model: ModelSpec) -> str:
@@ -91,8 +107,8 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
               now: Callable[[], str] = utc_now) -> SweepResult:
     """Measure the plan's points and append their rows.
 
-    ``budget_s`` counts from ``started_s`` (default: now). Estimates are corrected by what points took so far, and no
-    point is begun that would overrun. ``fixed``: further columns for every row. A point that fails is named and left
+    ``budget_s``, a hard stop, counts from ``started_s`` (default: now). Estimates are corrected by what points took so
+    far, and no point is begun that would overrun. ``fixed``: further columns for every row. A point that fails is named and left
     out; :class:`DeviceLostError` and Ctrl-C end the sweep: see :class:`SweepResult`.
     """
     begun_s = clock()
@@ -103,19 +119,22 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
     result = SweepResult()
     spent_s = planned_s = 0.0
     last_say_s = begun_s
+    deadline_s = float("inf") if budget_s is None else started_s + budget_s - closing_seconds(budget_s)
     points = [p for p in plan.points if not done.issuperset(p.row_ids(prefix))]
     result.left = len(points)
 
     def anchor(number: int) -> None:
         try:
             recorder.record(f"{prefix}|anchor|run {journal.run}|{number}", "anchor", "anchor", None, bench.anchor())
-        except PointError as exc:
+        except (BusyError, DeviceLostError):
+            raise
+        except ProfileError as exc:
             result.failed.append(("anchor", str(exc)))
 
     try:
         for index, point in enumerate(points):
             ratio = spent_s / planned_s if planned_s > 5 else 1.0
-            if budget_s is not None and clock() - started_s + point.seconds * ratio > budget_s:
+            if clock() + point.seconds * ratio > deadline_s:
                 result.stopped = f"budget of {budget_s:.0f} s reached"
                 break
             if index % ANCHOR_EVERY == 0:
@@ -134,9 +153,11 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
         if points and result.measured:
             anchor(1 + len(points) // ANCHOR_EVERY)
     except DeviceLostError as exc:
-        result.stopped, result.lost = str(exc), True
+        result.stopped, result.status = str(exc), 3
+    except BusyError as exc:
+        result.stopped, result.status = str(exc), 2
     except KeyboardInterrupt as exc:
-        result.stopped, result.interrupted = str(exc) or "interrupted", True
+        result.stopped, result.status = str(exc) or "interrupted", interrupt_status(exc)
     result.elapsed_s = clock() - begun_s
     return result
 
@@ -151,7 +172,7 @@ def _measure(bench: Bench, recorder: _Recorder, prefix: str, point: Point, done:
                 recorder.record(row_id, point.kind, point.tier, point.split, measurement)
                 done.add(row_id)
         result.measured += 1
-    except DeviceLostError:
+    except (BusyError, DeviceLostError):
         raise
     except ProfileError as exc:  # PointError, and what the torch reference or the quantiles refuse
         result.failed.append((point.key, str(exc)))

@@ -53,36 +53,56 @@ class FakeEvent:
 
 
 class FakeGraph:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda, self.seconds, self.effects, self.stream = cuda, 0.0, [], None
+    """Keeps torch's books on memory pools: a pool without a living graph is refused, a failed end keeps it recording."""
 
-    def capture_begin(self, pool=None, capture_error_mode="global") -> None:
-        assert self.cuda.current is not None, "captured on the default stream: on the primary context"
-        assert self.cuda.capturing is None
-        assert pool is None or pool is self.cuda.current, "a pool shared between streams whose graphs run at once"
-        self.cuda.log.append("capture")
-        self.cuda.capturing, self.stream = self, self.cuda.current
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.seconds, self.effects, self.stream, self.ended = cuda, 0.0, [], None, False
+        self.broken = ""
+
+    def capture_begin(self, pool, capture_error_mode="global") -> None:
+        cuda = self.cuda
+        assert cuda.current is not None, "captured on the default stream: on the primary context"
+        assert cuda.capturing is None
+        assert cuda.pool_stream.setdefault(pool, cuda.current) is cuda.current, "a pool shared between streams"
+        if cuda.pool_graphs.get(pool, 1) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        if pool in cuda.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        cuda.pool_graphs[pool] = cuda.pool_graphs.get(pool, 0) + 1
+        cuda.log.append("capture")
+        cuda.capturing, self.stream, self.pool = self, cuda.current, pool
+        self.context = cuda.stub.pushed
+        cuda.recording.add(pool)
 
     def capture_end(self) -> None:
         assert self.cuda.current is self.stream
         self.cuda.capturing = None
+        if self.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.cuda.recording.discard(self.pool)
+        self.ended = True
 
-    def pool(self) -> FakeStream:
-        return self.stream
+    def __del__(self) -> None:
+        if self.ended:
+            self.cuda.pool_graphs[self.pool] -= 1
 
     def replay(self) -> None:
         self.cuda.log.append("replay")
         self.cuda.spend(self.cuda.current, self.seconds)
         # A node's context is the capture's; ``graphs_leak`` is the silent bypass that the check must find.
-        where = FakeStream(self.cuda) if self.cuda.graphs_leak else self.stream
+        leak = {"": False, "always": True, "without context": self.context is None}[self.cuda.graphs_leak]
+        where = FakeStream(self.cuda) if leak else self.stream
         for effect in self.effects:
             effect(where)
 
 
 class FakeCuda:
-    """``serial``: lanes run one after the other. ``fail_at``: launch number -> message; ``sticky``: then all fail."""
+    """``serial``: lanes run one after the other. ``fail_at``: launch number -> message; ``sticky``: then all fail.
 
-    def __init__(self, stub: StubDriver, *, serial: bool = False, graphs_leak: bool = False, sticky: bool = False,
+    ``graphs_leak``: graphs run on the whole device: ``always``, or ``without context`` current at their capture.
+    """
+
+    def __init__(self, stub: StubDriver, *, serial: bool = False, graphs_leak: str = "", sticky: bool = False,
                  fail_at: dict[int, str] | None = None, free_share: float = 0.5) -> None:
         self.stub, self.serial, self.graphs_leak, self.sticky = stub, serial, graphs_leak, sticky
         self.fail_at = fail_at or {}
@@ -92,6 +112,10 @@ class FakeCuda:
         self.capturing: FakeGraph | None = None
         self.lost = False
         self.launches = 0
+        self.pool_graphs: dict[int, int] = {}
+        self.pool_stream: dict[int, FakeStream] = {}
+        self.recording: set[int] = set()
+        self.pools = 0
         self.last = 0.0
         self.host = 0.0
         self.streams: list[FakeStream] = []
@@ -126,8 +150,14 @@ class FakeCuda:
     def mem_get_info(self) -> tuple[int, int]:
         return int(self.free_share * 2**37), 2**37
 
+    def graph_pool_handle(self) -> int:
+        self.pools += 1
+        return self.pools
+
     def empty_cache(self) -> None:
         self.log.append("empty_cache")
+        if self.recording:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
     def spend(self, stream: FakeStream, seconds: float) -> None:
         stream.now = max(stream.now, self.host, self.last if self.serial and seconds else 0.0) + seconds
@@ -139,6 +169,8 @@ class FakeCuda:
         self.launches += 1
         if self.lost or self.launches in self.fail_at:
             self.lost = self.lost or self.sticky
+            if self.capturing is not None:
+                self.capturing.broken = "yes"
             raise RuntimeError(self.fail_at.get(self.launches, "CUDA error: an illegal memory access was encountered"))
         if self.capturing is not None:
             self.capturing.seconds += seconds

@@ -47,6 +47,7 @@ class StubDriver:
     calls: list[str] = field(default_factory=list)
     contexts: dict[int, frozenset[int]] = field(default_factory=dict)
     streams: dict[int, int] = field(default_factory=dict)
+    stack: list[int] = field(default_factory=list)
     _next: int = 1000
 
     def __getattribute__(self, name: str):
@@ -69,6 +70,22 @@ class StubDriver:
             self.fail[name] = (code, left - 1)
         answer = getattr(self, f"_{name}")(*args)
         return answer if isinstance(answer, tuple) else (CUresult.CUDA_SUCCESS, answer)
+
+    @property
+    def pushed(self) -> int | None:
+        """The green context current on this thread; None: the primary one."""
+        return self.stack[-1] if self.stack else None
+
+    def _cuCtxFromGreenCtx(self, context):
+        assert context in self.contexts
+        return context
+
+    def _cuCtxPushCurrent(self, context):
+        self.stack.append(context)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def _cuCtxPopCurrent(self):
+        return self.stack.pop()
 
     def _handle(self) -> int:
         self._next += 1

@@ -140,12 +140,37 @@ def test_no_split_granted_is_one_error():
 
 
 @pytest.mark.parametrize("call", sorted(set(PAIR_CALLS)))
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("after", [0, 1])
 def test_failures_of_the_mechanism_leave_no_context_behind(call, after):
+    after = min(after, PAIR_CALLS.count(call) - 1)
     stub = StubDriver(fail={call: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, after)})
     with pytest.raises(PartitionError, match=f"{call} answered CUDA_ERROR_OUT_OF_MEMORY: a context needs"):
-        table(stub, (112, 20), (104, 28), (96, 36))
+        table(stub, (112, 20))
     assert nothing_left(stub)
+
+
+@pytest.mark.parametrize("call", sorted(set(PAIR_CALLS)))
+def test_a_mechanism_that_fails_late_keeps_the_pairs_made_until_then(call):
+    stub = StubDriver(fail={call: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, PAIR_CALLS.count(call))})
+    with table(stub, (112, 20), (104, 28), (96, 36)) as made:
+        assert [p.granted for p in made.pairs] == [Split(112, 20)]
+        assert [s for s, _ in made.refused] == [Split(104, 28), Split(96, 36)]
+        assert all(f"{call} answered CUDA_ERROR_OUT_OF_MEMORY: a context needs" in why for _, why in made.refused)
+        assert len(stub.contexts) == len(stub.streams) == 2
+    assert nothing_left(stub)
+
+
+def test_a_lanes_context_is_current_only_inside():
+    stub = StubDriver()
+    with table(stub, (112, 20)) as made:
+        with made.current(made.pairs[0].decode):
+            assert len(stub.contexts[stub.pushed]) == 20
+        assert stub.pushed is None
+        with pytest.raises(ZeroDivisionError), made.current(made.pairs[0].decode):
+            _ = 1 / 0
+        assert stub.pushed is None
+        with made.current(unpartitioned_table(132, int).pairs[0].decode):  # a plain stream has no context of its own
+            assert stub.pushed is None
 
 
 def test_interrupt_while_creating_leaves_no_context_behind():

@@ -143,7 +143,7 @@ def test_a_leak_is_found_and_rows_say_so():
 def test_one_failing_probe_leaves_the_others_proven():
     report, _ = check({"broken": frozenset({SPLIT})})
     assert [p.proven for p in report.pairs] == [False, True, True]
-    assert report.pairs[0].reasons == ["probe failed: CUDA error: invalid resource handle"]
+    assert report.pairs[0].reasons == ["probe failed: RuntimeError: CUDA error: invalid resource handle"]
     assert "2 of 3 pairs proven" in report.lines()[-1]
 
 

@@ -12,7 +12,7 @@ import pytest
 from bullet import profile_cli
 from bullet.config import get_model
 from bullet.kernels.timing import Stats
-from bullet.runtime.bench import NO_CLOCKS, DeviceLostError, Measurement, PointError, SimulatedBench, lane_units
+from bullet.runtime.bench import NO_CLOCKS, BusyError, DeviceLostError, Measurement, PointError, SimulatedBench, lane_units
 from bullet.runtime.check import unchecked
 from bullet.runtime.partition import Split, granularity, simulated_table
 from bullet.runtime.plan import (
@@ -29,7 +29,7 @@ from bullet.runtime.plan import (
     prefill,
 )
 from bullet.runtime.summary import MAX_CHARS, corun_lines, fit
-from bullet.runtime.sweep import run_sweep
+from bullet.runtime.sweep import Terminated, run_sweep
 from bullet.tables import Journal, finalise, read_journal
 
 LLAMA = get_model("llama-3.1-8b")
@@ -116,12 +116,12 @@ def test_a_point_that_fails_is_named_and_the_rest_measured(tmp_path):
     assert result.measured == len(plan.points) - 1
 
 
-@pytest.mark.parametrize(("failure", "lost", "interrupted"), [
-    (DeviceLostError("gone"), True, False), (KeyboardInterrupt(), False, True), (KeyboardInterrupt("terminated"), False, True)])
-def test_what_was_measured_is_kept_and_resumed(tmp_path, failure, lost, interrupted):
+@pytest.mark.parametrize(("failure", "status"), [
+    (DeviceLostError("gone"), 3), (BusyError("pid 7 has come"), 2), (KeyboardInterrupt(), 130), (Terminated("terminated"), 143)])
+def test_what_was_measured_is_kept_and_resumed(tmp_path, failure, status):
     plan = plan_for(30)
     result, rows = run(tmp_path, Scripted(Clock(), fail={11: failure}), plan)
-    assert (result.measured, result.lost, result.interrupted) == (10, lost, interrupted)
+    assert (result.measured, result.status) == (10, status)
     assert result.left == len(plan.points) - 10
     assert result.stopped
     kept = [r["id"] for r in rows]
