@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{PROG}: error: {' '.join(str(exc).split())}\n")
         return 2
     except KeyboardInterrupt as exc:
-        sys.stderr.write(f"{PROG}: {exc or 'interrupted'}\n")
+        sys.stderr.write(f"{PROG}: {str(exc) or 'interrupted'}\n")
         return sweep.interrupt_status(exc)
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

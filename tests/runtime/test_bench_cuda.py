@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -32,7 +34,7 @@ RATES = Rates(132, 6e14, 3e12)
 PROPS = bench_cuda.Props("NVIDIA stub", 132, (9, 0), 60 << 20, 1 << 37)
 
 
-def open_bench(splits=(SPLIT,), kernels=True, model=LLAMA, **options):
+def open_bench(splits=(SPLIT,), kernels=True, model=LLAMA, read_processes=list, **options):
     stub = StubDriver()
     cuda = FakeCuda(stub, **options)
     table = green_context_table(splits, driver=Driver(stub), wrap_stream=cuda.ExternalStream)
@@ -40,7 +42,7 @@ def open_bench(splits=(SPLIT,), kernels=True, model=LLAMA, **options):
     bench = bench_cuda.CudaBench(
         model, table, unpartitioned_table(132, cuda.Stream), PROPS, shop, cuda,
         FakeKernels(cuda) if kernels else None, dtype="bfloat16", dtype_bytes=2, versions={"driver": "stub"},
-        read_clocks=lambda: {"clock_sm_hz": 1.98e9})
+        read_clocks=lambda: {"clock_sm_hz": 1.98e9}, read_processes=read_processes)
     return bench, cuda, stub
 
 
@@ -120,6 +122,74 @@ def test_check_on_the_bench_proves_and_finds_leaking_graphs():
     assert "graph: prefill ran on 132 SMs, granted 112" in report.pairs[0].reasons
 
 
+def test_graphs_that_leave_their_partition_are_captured_inside_its_context(gpu, tmp_path, capsys):
+    gpu.options["graphs_leak"] = "without context"
+    assert profile_cli.main(["sweep", "--budget-s", "30", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "0 of 13 pairs proven by streams alone; once more with each green context made current" in text
+    assert "13 of 13 pairs proven" in text[text.index("Sweep:"):]
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert {r["partition"] for r in rows if r["split_decode_sms"] is not None} == {"proven"}
+    (_, stub), = gpu.opened
+    assert stub.pushed is None
+    assert stub.calls.count("cuCtxPushCurrent") == stub.calls.count("cuCtxPopCurrent") > 100
+
+
+def test_contexts_that_do_not_help_are_left_again():
+    bench, _, stub = open_bench(graphs_leak="always")
+    report = profile_cli._prove(bench, "")
+    assert report.num_proven == 0
+    entered = stub.calls.count("cuCtxPushCurrent")
+    assert entered
+    bench.measure(CORUN)
+    assert stub.calls.count("cuCtxPushCurrent") == entered
+
+
+def test_green_contexts_on_which_nothing_runs_fall_back_to_plain_streams(gpu, tmp_path, capsys, monkeypatch):
+    def refuse(self, pair, mode):
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    monkeypatch.setattr(bench_cuda.CudaBench, "probe_pair", refuse)
+    assert profile_cli.main(["sweep", "--budget-s", "30", "--out", str(tmp_path)]) == 0
+    assert "every probe on a green context failed (probe failed: RuntimeError: CUDA error: invalid resource handle)" in (
+        capsys.readouterr().out)
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert {(r["backend"], r["partition"]) for r in rows} == {("none", "none")}
+    assert any(r["kind"] == "corun" for r in rows)
+    assert len(gpu.opened) == 2
+    assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+    assert profile_cli.main(["check"]) == 1  # the check itself falls back to nothing
+
+
+def test_a_broken_triton_costs_the_proof_and_one_control(gpu, tmp_path, capsys, monkeypatch):
+    def broken(self, out, spin_ns):
+        raise FileNotFoundError("no C compiler: set CC")
+
+    monkeypatch.setattr(FakeKernels, "launch_gate", broken)
+    monkeypatch.setattr(FakeCuda, "_sleep", lambda self, cycles: self.launch(cycles / 1.5e9), raising=False)
+    monkeypatch.setattr(bench_cuda.CudaBench, "_control", lambda self, name, lane: self._graph(DECODE, lane, "decode"))
+    assert profile_cli.main(["sweep", "--budget-s", "90", "--out", str(tmp_path)]) == 0
+    assert "triton does not work here (no C compiler: set CC)" in capsys.readouterr().out
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert {r["partition"] for r in rows if r["split_decode_sms"] is not None} == {"unproven"}
+    assert {r["corunner"] for r in rows} == {"idle", "prefill_layer", "decode_layer", "memory_stream"}
+
+
+def test_a_probe_that_fails_on_plain_streams_is_a_failed_control(monkeypatch):
+    bench, _, _ = open_bench()
+
+    def broken():
+        raise OSError("ptxas: not found")
+
+    monkeypatch.setattr(bench, "probe_plain", broken)
+    monkeypatch.setattr(bench, "switch_seconds", broken)
+    report = run_check(bench.table, bench, bench.gpu)
+    assert report.control_reasons == ["probe failed on a plain stream: OSError: ptxas: not found"]
+    assert not report.proven
+    assert "negative control: FAILED: probe failed on a plain stream" in "\n".join(report.lines())
+    assert report.verdict(SPLIT) == ("unproven", report.control_reasons[0])
+
+
 def test_without_triton_no_proof_and_no_alu_spin():
     bench, cuda, _ = open_bench(kernels=False)
     cuda._sleep = lambda cycles: cuda.launch(cycles / 1.5e9)
@@ -137,16 +207,51 @@ def test_a_failing_kernel_costs_its_point_only():
     assert len(bench.measure(CORUN)) == 2
 
 
-def test_a_kernel_that_fails_during_capture_ends_the_capture():
+def test_errors_of_any_class_cost_their_point_but_our_own_bugs_show(monkeypatch):
+    bench, _, _ = open_bench()
+    for error in (ValueError("ptxas\n failed"), KeyError("cubin"), OSError("no cc")):
+        monkeypatch.setattr(bench, "_solo", lambda point, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(PointError):
+            bench.measure(Point("solo", SPLIT, "decode", DECODE))
+    monkeypatch.setattr(bench, "_solo", lambda point: (_ for _ in ()).throw(AssertionError("ours")))
+    with pytest.raises(AssertionError, match="ours"):
+        bench.measure(Point("solo", SPLIT, "decode", DECODE))
+
+
+def test_a_pool_lives_as_long_as_graphs_are_captured_into_it():
+    """The check's graphs go at once; the sweep captures on the same streams."""
+    bench, cuda, _ = open_bench()
+    assert run_check(bench.table, bench, bench.gpu).proven
+    assert len(bench.measure(CORUN)) == 2
+    assert all(count >= 1 for count in cuda.pool_graphs.values())
+    bench._drop_cached()
+    assert set(cuda.pool_graphs.values()) == {0}
+    assert len(bench.measure(CORUN)) == 2
+
+
+def test_a_kernel_that_fails_during_capture_ends_the_capture(monkeypatch):
     probe, cuda, _ = open_bench()
     probe.measure(Point("solo", SPLIT, "decode", DECODE))
     first_capture = cuda.log.index("capture")
     assert cuda.log[:first_capture].count("replay") == 0
     bench, cuda, _ = open_bench(fail_at={4: "CUDA error: operation not permitted when stream is capturing"})
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: cuda.recording.remove(pool), raising=False)
     with pytest.raises(PointError, match="not permitted when stream is capturing"):
         bench.measure(Point("solo", SPLIT, "decode", DECODE))
     assert cuda.capturing is None
+    assert not cuda.recording
     assert bench.measure(Point("solo", SPLIT, "decode", DECODE))
+
+
+def test_an_allocator_that_stays_recording_costs_no_further_point(monkeypatch):
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    bench, cuda, _ = open_bench(fail_at={4: "CUDA error: operation not permitted when stream is capturing"})
+    with pytest.raises(PointError, match="not permitted when stream is capturing"):
+        bench.measure(Point("solo", SPLIT, "decode", DECODE))
+    assert cuda.recording
+    assert bench.measure(Point("solo", SPLIT, "decode", DECODE))
+    bench._drop_cached()  # emptying the cache is refused then: no reason to stop
+    assert bench.measure(CORUN)
 
 
 def test_out_of_memory_drops_what_is_cached_and_tries_once_more():
@@ -263,21 +368,79 @@ def test_lost_device_keeps_rows_and_exits_3(gpu, tmp_path, capsys):
     assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
 
 
-def test_ctrl_c_keeps_rows_and_destroys_contexts(gpu, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+def test_a_signal_keeps_rows_destroys_contexts_and_is_resumed(gpu, tmp_path, capsys, monkeypatch, number, status, said):
+    before = signal.getsignal(signal.SIGTERM)
     calls = itertools.count()
     measure = bench_cuda.CudaBench.measure
 
-    def interrupted(self, point):
+    def signalled(self, point):
         if next(calls) == 7:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return measure(self, point)
 
-    monkeypatch.setattr(bench_cuda.CudaBench, "measure", interrupted)
-    assert profile_cli.main(["sweep", "--budget-s", "240", "--out", str(tmp_path)]) == 130
-    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
-    assert len([r for r in rows if r["kind"] != "anchor"]) >= 7
-    assert "left: the same command resumes" in capsys.readouterr().out
+    monkeypatch.setattr(bench_cuda.CudaBench, "measure", signalled)
+    command = ["sweep", "--budget-s", "40", "--out", str(tmp_path)]
+    assert profile_cli.main(command) == status
+    captured = capsys.readouterr()
+    assert f"{said}, " in captured.out
+    assert "left: the same command resumes" in captured.out
+    assert captured.err == ""
+    kept = [r["id"] for r in read_journal(tmp_path / "samples.jsonl")[1]]
+    assert len([i for i in kept if "|anchor|" not in i]) >= 7
+    assert (tmp_path / "samples.parquet").exists()
     assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert profile_cli.main(command) == 0
+    ids = [r["id"] for r in read_journal(tmp_path / "samples.jsonl")[1]]
+    assert ids[:len(kept)] == kept
+    assert len(set(ids)) == len(ids) > len(kept)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_check_destroys_contexts(gpu, capsys, monkeypatch, number, status):
+    monkeypatch.setattr(bench_cuda.CudaBench, "probe_plain", lambda self: os.kill(os.getpid(), number))
+    assert profile_cli.main(["check"]) == status
+    assert capsys.readouterr().err in ("bullet-profile: interrupted\n", "bullet-profile: terminated\n")
+    assert len(gpu.opened) == 1
+    assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+
+
+def test_another_process_that_arrives_ends_the_sweep(gpu, tmp_path, capsys):
+    there = [["pid 5"]] * 3 + [["pid 5", "pid 77 (python)"]] * 99  # pid 5 is ours, under a container's number
+    gpu.options["read_processes"] = lambda: there.pop(0)
+    command = ["sweep", "--budget-s", "240", "--out", str(tmp_path)]
+    assert profile_cli.main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "another process has come to the GPU (pid 77 (python)): rows until here are kept" in captured.err
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert sum(r["kind"] == "anchor" for r in rows) == 2
+    assert len(rows) > 40
+    assert (tmp_path / "samples.parquet").exists()
+    assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+    gpu.options.pop("read_processes", None)
+    assert profile_cli.main(["sweep", "--budget-s", "60", "--out", str(tmp_path)]) == 0
+
+
+def test_results_that_cannot_be_continued_cost_no_device_time(gpu, tmp_path, capsys):
+    cases = {"file": "x", "folder": None, "schema": '{"schema": "other"}\n', "text": "not json\n",
+             "version": '{"schema": "bullet-samples", "version": 99}\n'}
+    for name, content in cases.items():
+        out = tmp_path / name
+        if name == "file":
+            out.write_text(content)
+        else:
+            (out / "samples.jsonl").mkdir(parents=True) if content is None else out.mkdir()
+            if content:
+                (out / "samples.jsonl").write_text(content)
+        assert profile_cli.main(["gpu", "--out", str(out)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1, err
+        assert str(out) in err
+    assert gpu.opened == []
+    assert profile_cli.main(["check", "--out", str(tmp_path / "file")]) == 2
+    assert gpu.opened == []
 
 
 def test_old_driver_check_fails_in_one_line_and_sweep_goes_on_unpartitioned(gpu, tmp_path, capsys):
@@ -389,6 +552,15 @@ def test_card_state_through_nvidia_smi_is_kept_for_a_while():
     now[0] = 11.0
     reader.clocks()
     assert len(asked) == 2
+    now[0] = 500.0
+    slow = bench_cuda.CardReader("1", clock=lambda: now[0], command=lambda a: (now.__setitem__(0, now[0] + 2), "1, 2, 3, 4")[1])
+    assert slow.clocks()["power_w"] == 4.0
+    now[0] += 39.0  # an answer that took 2 s is kept for 40 s: at most 5 % of a run
+    slow.clocks()
+    assert now[0] == 541.0
+    now[0] += 2.0
+    slow.clocks()
+    assert now[0] == 545.0
     assert (reader.driver(), reader.processes()) == ("580.1", ["pid 77 (python)"])
     assert all(a[3].startswith("--query-") for a in asked)
 

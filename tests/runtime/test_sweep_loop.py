@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -285,6 +289,82 @@ def test_plan_only_needs_no_device(capsys):
     text = capsys.readouterr().out
     assert "nothing is measured" in text
     assert "splits x 3 prefill sizes x 4 decode sizes" in text
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_process_that_is_signalled_in_mid_sweep_says_so_and_resumes(tmp_path, number, status):
+    """The whole command in a process of its own: it waits in its sixth point, the signal comes, a second call goes on."""
+    code = textwrap.dedent("""
+        import signal, sys
+        from bullet import profile_cli
+        from bullet.runtime.bench import SimulatedBench
+        measure, calls = SimulatedBench.measure, []
+
+        def waits(self, point):
+            calls.append(point)
+            if len(calls) == 6:
+                print("waiting", flush=True)
+                signal.pause()
+            return measure(self, point)
+
+        SimulatedBench.measure = waits
+        sys.exit(profile_cli.main(sys.argv[1:]))
+    """)
+    command = ["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]
+    with subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as process:
+        for line in process.stdout:
+            if line == "waiting\n":
+                break
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert err == ""
+    assert "left: the same command resumes" in out
+    _, kept, _ = read_journal(tmp_path / "samples.jsonl")
+    assert len([r for r in kept if r["kind"] != "anchor"]) >= 5
+    assert profile_cli.main(command) == 0
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert [r["id"] for r in rows[:len(kept)]] == [r["id"] for r in kept]
+    assert len({r["id"] for r in rows}) == len(rows) > len(kept)
+
+
+@pytest.mark.parametrize("device", ["simulated", "cpu"])
+def test_a_folder_that_cannot_be_written_or_resumed_is_one_line(tmp_path, capsys, device):
+    if device == "cpu":
+        pytest.importorskip("torch")
+    (tmp_path / "file").write_text("x")
+    other = tmp_path / "other"
+    other.mkdir()
+    row = {"schema": "bullet-samples", "version": 1, "gpu": "NVIDIA A100", "source": "measured"}
+    (other / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    for out, message in ((tmp_path / "file", "cannot be written"), (tmp_path / "file" / "x", "cannot be written"),
+                         (other, "holds rows of gpu 'NVIDIA A100'")):
+        assert profile_cli.main(["sweep", "--device", device, "--budget-s", "9", "--out", str(out)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert str(out) in err
+        assert message in err
+    assert (other / "samples.jsonl").read_text() == json.dumps(row) + "\n"
+
+
+def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, capsys, monkeypatch):
+    write = Journal._write
+
+    def full(self, record):
+        if len(self.rows) == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, record)
+
+    monkeypatch.setattr(Journal, "_write", full)
+    command = ["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]
+    assert profile_cli.main(command) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "cannot be written (No space left on device): rows until here are kept" in err
+    assert len(read_journal(tmp_path / "samples.jsonl")[1]) == 4
+    monkeypatch.undo()
+    assert profile_cli.main(command) == 0
 
 
 def test_compare_two_tables(tmp_path, capsys):
