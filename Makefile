@@ -6,10 +6,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .PHONY: demo test test-core test-torch lint gpu clean
 
+# For the tests that need torch: a CPU build, in an environment of its own (1.9 GB). Where plain `torch` is a CUDA build of
+# several gigabytes: make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+TORCH_VENV := .venv-torch
+
 # For `make gpu`: the machine's own python with torch, triton, cuda-bindings; nothing is installed, no network needed.
+# GPU_ARGS: further options of `bullet-profile gpu`, as --allow-busy.
 GPU_PYTHON ?= python3
 BUDGET_S ?= 240
 OUT ?= runs/gpu
+GPU_ARGS ?=
 
 # Stamps: repeated only when the requirements change.
 $(VENV)/.base: pyproject.toml requirements/base.txt
@@ -22,6 +29,14 @@ $(VENV)/.test: $(VENV)/.base requirements/test.txt
 	$(PIP) install -r requirements/test.txt
 	@touch $@
 
+# torch first and alone: what it needs comes from where it comes from.
+$(TORCH_VENV)/.test: pyproject.toml requirements/gpu-test.txt
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
+	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install -r requirements/gpu-test.txt
+	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-deps -e .
+	@touch $@
+
 demo: $(VENV)/.base
 	$(BIN)/bullet-sim compare --trace azure-code --rate 5 --num-requests 1000 \
 	    --policies bullet,sglang-1024,sglang-2048,vllm-1024 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -30,23 +45,18 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint
+# Everything: the whole suite without torch (what needs it skips itself), then what needs it.
+test: lint test-core test-torch
+
+test-core: $(VENV)/.test
 	$(BIN)/python -m pytest
 
-# All but the tests of the profiler (those that need torch skip themselves without it).
-test-core: $(VENV)/.test
-	$(BIN)/python -m pytest --ignore=tests/runtime --ignore=tests/kernels
-
-# The profiler's tests with torch (CPU build) and triton, in an environment of their own.
-test-torch:
-	@test -x .venv-torch/bin/python || $(PYTHON) -m venv .venv-torch
-	.venv-torch/bin/python -m pip -q install torch==2.13.0
-	.venv-torch/bin/python -m pip -q install -r requirements/gpu-test.txt
-	.venv-torch/bin/python -m pip -q install --no-deps -e .
-	.venv-torch/bin/python -m pytest tests/runtime tests/kernels tests/test_tables.py
+# The profiler with torch and triton: no kernel runs, Triton compiles for sm_80, sm_89 and sm_90 without a GPU.
+test-torch: $(TORCH_VENV)/.test
+	$(TORCH_VENV)/bin/python -m pytest tests/runtime tests/kernels tests/test_tables.py
 
 gpu:
-	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $(BUDGET_S) --out $(OUT)
+	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $(BUDGET_S) --out $(OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(TORCH_VENV)

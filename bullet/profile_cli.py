@@ -23,7 +23,7 @@ from bullet.runtime import check as checking
 from bullet.runtime import plan as planning
 from bullet.runtime import summary, sweep
 from bullet.runtime.bench import Bench, CpuBench, SimulatedBench
-from bullet.runtime.partition import IGNORE_SM_COSCHEDULING, Split, granularity, simulated_table
+from bullet.runtime.partition import IGNORE_SM_COSCHEDULING, Split, SplitRefusedError, granularity, simulated_table
 from bullet.tables import Journal, agreement, finalise, read_journal, write_parquet
 
 PROG = "bullet-profile"
@@ -161,7 +161,7 @@ def _open_cuda(args: argparse.Namespace, model: ModelSpec, started_s: float, *, 
     try:
         bench, asked_core, fixed = open_("green-context" if args.backend == "auto" else args.backend)
     except PartitionError as exc:
-        if args.backend != "auto" or not fall_back:
+        if args.backend != "auto" or not fall_back or (args.splits and isinstance(exc, SplitRefusedError)):
             raise
         note = f"no partition: {exc}"
         say(f"{note}; going on with plain streams, and every row says so")
@@ -285,7 +285,7 @@ def _check(args: argparse.Namespace) -> int:
         say("\n".join(session.report.lines()))
     finally:
         _close(session.bench)
-    return 0 if session.report.proven else 1
+    return 0 if session.report.proven and not session.report.refused else 1
 
 
 def _sweep(args: argparse.Namespace, started_s: float) -> int:

@@ -407,7 +407,7 @@ def green_context_table(splits: Iterable[Split], *, driver: Driver | None = None
             table.pairs.append(Pair(len(table.pairs), split, *lanes, creation_s=clock() - started))
         if not table.pairs:
             reasons = "; ".join(reason for _, reason in table.refused) or "no split was asked for"
-            raise PartitionError(f"no split was granted: {reasons}")
+            raise SplitRefusedError(f"no split was granted: {reasons}")
     except BaseException:
         try:
             table.close()

@@ -22,6 +22,7 @@ from bullet.runtime.partition import Split, granularity, simulated_table
 from bullet.runtime.plan import (
     ANCHOR_EVERY,
     CORE_DECODE_SHARES,
+    EXTRA_DECODE_SHARES,
     Point,
     Rates,
     Shape,
@@ -51,18 +52,18 @@ class Clock:
 
 
 class Scripted:
-    """A device that takes ``cost_s`` a point and fails as told: point number -> exception."""
+    """A device that takes ``cost_s`` (or what that says of it) a point and fails as told: point number -> exception."""
 
     backend, source, gpu, unit, num_units, dtype = "simulated", "simulated", "scripted", "SM", 132, "bfloat16"
 
-    def __init__(self, clock: Clock, cost_s: float = 0.3, fail: dict[int, BaseException] | None = None) -> None:
+    def __init__(self, clock: Clock, cost_s=0.3, fail: dict[int, BaseException] | None = None) -> None:
         self.clock, self.cost_s, self.fail = clock, cost_s, fail or {}
         self.count = self.anchors = 0
         self.table = simulated_table(SPLITS, 132, (9, 0))
 
     def measure(self, point):
         self.count += 1
-        self.clock.now += self.cost_s
+        self.clock.now += self.cost_s(point) if callable(self.cost_s) else self.cost_s
         if self.count in self.fail:
             raise self.fail[self.count]
         stats = Stats(1e-3, 9e-4, 1.1e-3, 25)
@@ -145,6 +146,25 @@ def test_a_slow_device_stops_at_the_budget(tmp_path):
     assert result.stopped == "budget of 60 s reached"
     assert result.left > 0
     assert 50 <= clock.now - 100 <= 60
+
+
+@pytest.mark.parametrize("times", [3, 8])
+def test_a_machine_slower_than_assumed_measures_the_corun_matrix_and_keeps_the_budget(tmp_path, times):
+    """The plan of 240 s when every point takes ``times`` as long as estimated, on 132 SMs."""
+    clock = Clock()
+    bench = Scripted(clock, cost_s=lambda point: times * point.seconds)
+    extra = choose_splits(132, granularity((9, 0)), EXTRA_DECODE_SHARES)
+    plan = make_plan(LLAMA, gpu_axes(SPLITS, extra), RATES, budget_s=240)
+    result, rows = run(tmp_path, bench, plan, budget_s=240.0)
+    assert result.stopped == "budget of 240 s reached"
+    assert 200 < clock.now - 100 < 240
+    corun = {(r["split_decode_sms"], r["tokens"], r["corunner_batch"]) for r in rows
+             if r["kind"] == "corun" and r["lane"] == "prefill" and r["tier"] == "co-run matrix"}
+    if times == 3:
+        assert len(corun) == 72
+    else:  # nothing else is begun before the matrix is whole
+        assert {r["tier"] for r in rows} == {"anchor", "co-run matrix"}
+        assert len(corun) > 20
 
 
 def test_progress_says_what_is_left(tmp_path):
