@@ -1,0 +1,210 @@
+"""The whole command on a GPU machine that is faked below torch.cuda and the driver: opening, refusing, falling back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_cuda import FakeCuda, FakeKernels, FakeShop  # noqa: E402
+from stub_driver import CUresult, StubDriver  # noqa: E402
+
+from bullet import profile_cli  # noqa: E402
+from bullet.config import get_model  # noqa: E402
+from bullet.kernels import reference  # noqa: E402
+from bullet.runtime import bench_cuda  # noqa: E402
+from bullet.runtime.partition import Driver  # noqa: E402
+from bullet.runtime.plan import Rates, decode, prefill  # noqa: E402
+from bullet.tables import read_journal  # noqa: E402
+
+RATES = Rates(132, 6e14, 3e12)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """``start(**options)`` sets up a machine: options of the stub driver under ``stub``, of the card, and of FakeCuda."""
+
+    def start(*, processes="", memory_error="", capability=(9, 0), stub=None, free_bytes=100 << 30, **options):
+        driver = StubDriver(**(stub or {}))
+        cuda = FakeCuda(driver, **options)
+        for name in ("Event", "Stream", "ExternalStream", "CUDAGraph", "stream", "synchronize", "empty_cache",
+                     "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+        properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=capability[0],
+                                     minor=capability[1], L2_cache_size=60 << 20, total_memory=141 << 30)
+        initialised: list[bool] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(initialised))
+        monkeypatch.setattr(torch.cuda, "init", lambda: initialised.append(True))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 141 << 30))
+        zeros = torch.zeros
+
+        def on_the_cpu(*shape, device=None, **rest):
+            if memory_error and device is not None:
+                raise RuntimeError(memory_error)
+            return zeros(*shape, **rest)
+
+        monkeypatch.setattr(torch, "zeros", on_the_cpu)
+        monkeypatch.setattr(reference, "Workloads", lambda model, device, dtype, **sizes: FakeShop(cuda, model, RATES))
+        monkeypatch.setitem(sys.modules, "bullet.kernels.probe", FakeKernels(cuda))
+        monkeypatch.setattr(Driver, "load", classmethod(lambda cls: Driver(driver)))
+        answers = {"--query-compute-apps=pid,process_name": processes, "--query-gpu=driver_version": "580.1"}
+        reader = bench_cuda.CardReader(command=lambda a: answers.get(a[3], "1980, 3201, 41, 300\n"), keep_s=0.0)
+        monkeypatch.setattr(bench_cuda.CardReader, "open", classmethod(lambda cls: reader))
+        return SimpleNamespace(driver=driver, cuda=cuda, answers=answers)
+    return start
+
+
+def error_of(command, capsys):
+    """Standard error of a command that must end with status 2 and one line."""
+    assert profile_cli.main(command) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("bullet-profile: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_gpu_run_opens_proves_measures_and_leaves_nothing(machine, tmp_path, capsys):
+    gpu = machine()
+    assert profile_cli.main(["gpu", "--budget-s", "60", "--out", str(tmp_path)]) == 0
+    assert "13 of 13 pairs proven" in capsys.readouterr().out
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    split_rows = [r for r in rows if r["split_decode_sms"] is not None]
+    assert {r["partition"] for r in split_rows} == {"proven"}
+    assert {(r["gpu"], r["driver"], r["dtype"], r["compute_capability"], r["busy"]) for r in rows} == {
+        ("NVIDIA H200", "580.1", "bfloat16", "9.0", False)}
+    assert {r["clock_sm_hz"] for r in rows} == {1.98e9}
+    assert nothing_left(gpu)
+
+
+def nothing_left(gpu) -> bool:
+    return not gpu.driver.contexts and not gpu.driver.streams
+
+
+def test_another_process_on_the_card(machine, tmp_path, capsys):
+    gpu = machine(processes="4711, python\n")
+    err = error_of(["sweep", "--out", str(tmp_path)], capsys)
+    assert "another process is on the GPU (pid 4711 (python)): end it, or pass --allow-busy" in err
+    assert gpu.driver.calls == []
+    assert profile_cli.main(["sweep", "--allow-busy", "--budget-s", "30", "--out", str(tmp_path)]) == 0
+    assert {r["busy"] for r in read_journal(tmp_path / "samples.jsonl")[1]} == {True}
+    assert nothing_left(gpu)
+
+
+def test_a_process_that_comes_later_is_not_confused_with_ourselves(machine, tmp_path, capsys, monkeypatch):
+    gpu = machine()
+    measure, calls = bench_cuda.CudaBench.measure, []
+
+    def arrives(self, point):
+        calls.append(point)
+        gpu.answers["--query-compute-apps=pid,process_name"] = "1, us\n" + "4711, python\n" * (len(calls) > 30)
+        return measure(self, point)
+
+    load = Driver.load
+    monkeypatch.setattr(Driver, "load", classmethod(lambda cls: (
+        gpu.answers.__setitem__("--query-compute-apps=pid,process_name", "1, us\n"), load())[1]))
+    monkeypatch.setattr(bench_cuda.CudaBench, "measure", arrives)
+    assert "another process has come to the GPU (pid 4711 (python))" in error_of(["sweep", "--out", str(tmp_path)], capsys)
+    assert len(calls) == 40  # it is seen at the next anchor
+    assert nothing_left(gpu)
+
+
+def test_a_card_without_a_byte_to_spare(machine, tmp_path, capsys):
+    gpu = machine(memory_error="CUDA error:\n out of memory")
+    err = error_of(["sweep", "--out", str(tmp_path)], capsys)
+    assert "the GPU cannot be used (CUDA error: out of memory): end other processes" in err
+    assert nothing_left(gpu)
+
+
+def test_too_little_memory_for_a_layer(machine, tmp_path, capsys):
+    gpu = machine(free_bytes=1 << 28)
+    err = error_of(["sweep", "--out", str(tmp_path)], capsys)
+    assert "too little memory on NVIDIA H200 for one layer of llama-3.1-8b: end other processes" in err
+    assert nothing_left(gpu)
+
+
+@pytest.mark.parametrize(("stub", "reason"), [
+    ({"version": 12020}, "driver supports CUDA 12.2: green contexts need 12.4 or newer (driver 550)"),
+    ({"missing": frozenset({"cuDevSmResourceSplitByCount"})}, "the driver has no cuDevSmResourceSplitByCount"),
+    ({"absent": frozenset({"CUdevResourceType"})}, "this cuda-bindings has no CUdevResourceType"),
+    ({"fail": {"cuDeviceGetDevResource": (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)}}, "this GPU or driver has no green contexts")])
+def test_without_green_contexts_the_check_says_so_and_the_sweep_goes_on_without(machine, tmp_path, capsys, stub, reason):
+    gpu = machine(stub=dict(stub))
+    assert reason in error_of(["check", "--out", str(tmp_path)], capsys)
+    assert reason in error_of(["sweep", "--backend", "green-context", "--out", str(tmp_path)], capsys)
+    gpu = machine(stub=dict(stub))
+    gpu.answers["--query-compute-apps=pid,process_name"] = ""
+    assert profile_cli.main(["sweep", "--budget-s", "30", "--out", str(tmp_path)]) == 0
+    assert reason in capsys.readouterr().out
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    assert {(r["partition"], r["backend"]) for r in rows} == {("none", "none")}
+    assert nothing_left(gpu)
+
+
+def test_a_partition_that_cannot_be_granted(machine, tmp_path, capsys):
+    gpu = machine()
+    for command in ("check", "sweep"):
+        err = error_of([command, "--splits", "114+18", "--out", str(tmp_path)], capsys)
+        assert "split 114+18 of 132 SMs cannot be granted: both sides at least 8 and one a multiple of 8" in err
+        assert "nearest is 112+20" in err
+    assert nothing_left(gpu)
+    # One of two: the other is measured, and the check is not content.
+    assert profile_cli.main(["sweep", "--splits", "114+18,112+20", "--budget-s", "20", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "114+18  REFUSED" in out[out.index("Sweep:"):]
+    assert profile_cli.main(["check", "--splits", "114+18,112+20"]) == 1
+    # On a driver that refuses what should be legal.
+    gpu = machine(stub={"fail": {"cuDevSmResourceSplitByCount": (CUresult.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION, 0)}})
+    err = error_of(["sweep", "--splits", "112+20", "--out", str(tmp_path / "b")], capsys)
+    assert "cuDevSmResourceSplitByCount answered CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION" in err
+    assert nothing_left(gpu)
+
+
+def test_a_kernel_that_fails_in_mid_sweep_costs_its_point(machine, tmp_path, capsys):
+    gpu = machine(fail_at={300: "CUDA error: too many resources requested for launch"})
+    assert profile_cli.main(["sweep", "--budget-s", "60", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    closing = out[out.index("Sweep:"):]
+    assert closing.count("  failed: ") == 1
+    assert "too many resources requested for launch" in closing
+    assert "plan done" in closing
+    assert nothing_left(gpu)
+
+
+def test_the_plan_of_240_seconds_covers_the_issues_minimum_on_the_machine_itself(machine, tmp_path, capsys):
+    gpu = machine()
+    assert profile_cli.main(["gpu", "--budget-s", "240", "--out", str(tmp_path)]) == 0
+    _, rows, _ = read_journal(tmp_path / "samples.jsonl")
+    corun = {(r["split_prefill_sms"], r["tokens"], r["corunner_batch"]) for r in rows
+             if r["kind"] == "corun" and r["lane"] == "prefill" and r["partition"] == "proven"}
+    back = {(r["split_prefill_sms"], r["corunner_tokens"], r["batch"]) for r in rows
+            if r["kind"] == "corun" and r["lane"] == "decode" and r["partition"] == "proven"}
+    assert corun == back
+    splits = {p for p, _, _ in corun}
+    complete = [p for p in splits if {(p, n, b) for n in (512, 2048, 8192) for b in (8, 32, 128, 256)} <= corun]
+    assert len(complete) >= 6
+    alone: dict[tuple, set[int]] = {}
+    for r in rows:
+        if r["kind"] == "solo":
+            alone.setdefault((r["op"], r["tokens"], r["batch"], r["context_tokens"]), set()).add(r["sms"])
+    assert sum(len(sms) >= 10 for sms in alone.values()) >= 8
+    text = (tmp_path / "summary.txt").read_text()
+    assert len(text) < 12_000
+    assert "more lines" not in text
+    assert capsys.readouterr().out.endswith(text)
+    files = list(tmp_path.iterdir())
+    assert len(files) <= 8
+    assert all(f.stat().st_size < 16 << 20 for f in files)
+    assert json.loads((tmp_path / "check.json").read_text())["proven"] is True
+    assert nothing_left(gpu)
+
+
+def test_shapes_of_the_default_model_fit():
+    fits = bench_cuda.fits_in(get_model("llama-3.1-8b"), 2, 130 << 30)
+    assert fits(prefill("prefill_layer", 8192))
+    assert fits(decode("decode_layer", 256, 4096))
