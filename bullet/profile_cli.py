@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -353,6 +354,8 @@ def _run(args: argparse.Namespace, model: ModelSpec, session: _Session, out: Pat
             model, session.axes, session.rates, budget_s=budget_s, seed=args.seed, fits=session.fits,
             allowed=lambda point: bench.allowed(point) and not _skipped(point, args.skip), done=journal.done(),
             prefix=prefix)
+        if args.device != "cuda":  # elsewhere nothing rests on more points
+            plan = dataclasses.replace(plan, spare=())
         text = [f"Plan: {model.name}, {bench.dtype}, on {bench.gpu} ({bench.num_units} {bench.unit}s)"
                 + (f", {len(journal.rows)} rows are there already" if journal.rows else ""), *plan.describe(bench.unit)]
         say("\n".join(text))
@@ -380,7 +383,7 @@ def _closing(bench: Bench, verdicts: list[str], rows: list[dict[str, Any]], resu
     except ImportError:
         where = f"{out / 'samples.jsonl'} (pyarrow is not installed: no samples.parquet)"
     label = {"measured": "measured on", "simulated": "simulated, not measured:"}[bench.source]
-    ended = result.stopped or "plan done"
+    ended = result.stopped or "plan done" + (f", and {result.beyond} points more in the time left" if result.beyond else "")
     fixed = [f"Sweep: {label} {bench.gpu}; {result.measured} points in {result.elapsed_s:.0f} s, {ended}"
              + (f", {result.left} left: the same command resumes" if result.left else "")]
     fixed += [f"  failed: {key}: {why}"[:200] for key, why in result.failed[:5]]

@@ -82,8 +82,8 @@ class Bench(Protocol):
         """The same full-device operation each time: what drift is read from. :class:`BusyError` if we are not alone."""
         ...
 
-    def clocks(self) -> dict[str, float | None]:
-        """``clock_sm_hz``, ``clock_mem_hz``, ``temperature_c``, ``power_w``: read, never set."""
+    def clocks(self) -> Mapping[str, Any]:
+        """``clock_sm_hz``, ``clock_mem_hz``, ``temperature_c``, ``power_w``: read, never set. ``busy`` once that is so."""
         ...
 
     def provenance(self) -> Mapping[str, Any]:

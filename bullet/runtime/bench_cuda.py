@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -64,6 +65,8 @@ TRAIN_LIMIT = 1500
 ENOUGH = 5
 """Least samples inside the window, of each lane that is timed."""
 ALU_SPIN_S = 5e-4
+CLOCKS_RISE_S = 1.0
+"""Full load before the first anchor. *Assumed.*"""
 PROBE_SPIN_NS = 20_000
 FREE_SHARE = 0.12
 """Below this share of free memory, cached graphs and data are dropped before more is built."""
@@ -117,7 +120,7 @@ class CudaBench:
         self._cuda = cuda
         self._kernels = kernels
         self._versions = versions
-        self._enter = False
+        self._enter = self._busy = False
         self._read_clocks = read_clocks
         # Whoever is here now is known: ourselves, under whatever id a container gives us, and whom the user allowed.
         self._read_processes, self._allow_busy, self._known = read_processes, allow_busy, set(read_processes())
@@ -155,17 +158,21 @@ class CudaBench:
         shape = anchor_shape(self.model)
         lane = self.plain.pairs[0].prefill
         arrived = sorted(set(self._read_processes()) - self._known)
+        self._busy = self._busy or bool(arrived)
         if arrived and not self._allow_busy:
             raise BusyError(f"another process has come to the GPU ({', '.join(arrived[:3])}): rows until here are kept; end it "
                             "and run the same command again to resume, or pass --allow-busy and every row says so")
         with self._guard("anchor", shape.op):
             if self._anchor is None:
                 self._anchor = self._capture(lane, self._workload(shape, "prefill"), self._bytes(shape))
+                # An idle card takes a while to raise its clocks, and the first anchor must not be slow for that.
+                count = min(TRAIN_LIMIT, math.ceil(CLOCKS_RISE_S / max(self._anchor.replay_s, 1e-6)))
+                self._run([(lane, self._anchor, count)])
             (train,) = self._run([(lane, self._anchor, self._replays)])
             return Measurement("full", shape, self.num_units, self._stats(train, self._anchor), self._anchor.repeats)
 
-    def clocks(self) -> dict[str, float | None]:
-        return self._read_clocks()
+    def clocks(self) -> dict[str, Any]:
+        return {**self._read_clocks(), **({"busy": True} if self._busy else {})}
 
     def provenance(self) -> dict[str, Any]:
         return {**self._versions, "compute_capability": "{}.{}".format(*self.props.capability)}
@@ -349,8 +356,8 @@ class CudaBench:
         pool = self._pools[key][0] if key in self._pools else cuda.graph_pool_handle()
         graph = cuda.CUDAGraph()
         with self._on(lane):
-            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 for i in range(count):
                     work.run(i % work.rotation)
                 graph.capture_end()

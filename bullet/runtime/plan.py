@@ -257,6 +257,8 @@ class Plan:
     left_out: dict[str, int]
     too_large: tuple[Shape, ...] = ()
     """Shapes that would not fit in the device's memory."""
+    spare: tuple[Point, ...] = ()
+    """What the budget cut, in order of priority: for time that is left if the estimates were too long."""
 
     def counts(self) -> dict[str, int]:
         """Points per tier."""
@@ -300,6 +302,7 @@ def make_plan(model: ModelSpec, axes: Axes, rates: Rates, *, budget_s: float | N
     """
     too_large = tuple(s for s in dict.fromkeys(_all_shapes(axes)) if not fits(s))
     chosen: dict[str, Point] = {}
+    spare: list[Point] = []
     left_out: dict[str, int] = {}
     total = rates.startup_s
     anchor_s = rates.point_s
@@ -321,6 +324,7 @@ def make_plan(model: ModelSpec, axes: Axes, rates: Rates, *, budget_s: float | N
             open_ = False  # a prefix, not a knapsack: a larger budget then measures a superset
         if not open_:
             left_out[tier] = left_out.get(tier, 0) + len(fresh)
+            spare += timed
             continue
         total += seconds
         chosen.update((p.key, p) for p in timed)
@@ -333,7 +337,7 @@ def make_plan(model: ModelSpec, axes: Axes, rates: Rates, *, budget_s: float | N
         points = [p for p in chosen.values() if p.tier == tier]
         generator.shuffle(points)
         ordered += points
-    return Plan(tuple(ordered), total + 2 * anchor_s, budget_s, seed, left_out, too_large)
+    return Plan(tuple(ordered), total + 2 * anchor_s, budget_s, seed, left_out, too_large, tuple(spare))
 
 
 def _all_shapes(axes: Axes) -> Iterator[Shape]:

@@ -33,13 +33,15 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass
 class SweepResult:
-    """What one call did. ``stopped``: why it ended before the plan did, or empty. ``status``: exit status of that: 0 for
-    the plan or the budget, 2 busy, 3 device lost, 130 Ctrl-C, 143 terminated.
+    """What one call did. ``left``: planned points not come to; ``beyond``: points measured beyond the plan. ``stopped``:
+    why it ended before the plan did, or empty. ``status``: exit status of that: 0 for the plan or the budget, 2 busy, 3
+    device lost, 130 Ctrl-C, 143 terminated.
     """
 
     measured: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
     left: int = 0
+    beyond: int = 0
     stopped: str = ""
     status: int = 0
     elapsed_s: float = 0.0
@@ -108,8 +110,9 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
     """Measure the plan's points and append their rows.
 
     ``budget_s``, a hard stop, counts from ``started_s`` (default: now). Estimates are corrected by what points took so
-    far, and no point is begun that would overrun. ``fixed``: further columns for every row. A point that fails is named and left
-    out; :class:`DeviceLostError` and Ctrl-C end the sweep: see :class:`SweepResult`.
+    far, and no point is begun that would overrun; time that is left goes to what the plan had to cut. ``fixed``: further
+    columns for every row. A point that fails is named and left out; :class:`DeviceLostError` and Ctrl-C end the sweep:
+    see :class:`SweepResult`.
     """
     begun_s = clock()
     started_s = begun_s if started_s is None else started_s
@@ -120,8 +123,9 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
     spent_s = planned_s = 0.0
     last_say_s = begun_s
     deadline_s = float("inf") if budget_s is None else started_s + budget_s - closing_seconds(budget_s)
-    points = [p for p in plan.points if not done.issuperset(p.row_ids(prefix))]
-    result.left = len(points)
+    spare = () if budget_s is None else plan.spare
+    points = [p for p in (*plan.points, *spare) if not done.issuperset(p.row_ids(prefix))]
+    planned = result.left = sum(not done.issuperset(p.row_ids(prefix)) for p in plan.points)
 
     def anchor(number: int) -> None:
         try:
@@ -135,20 +139,21 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
         for index, point in enumerate(points):
             ratio = spent_s / planned_s if planned_s > 5 else 1.0
             if clock() + point.seconds * ratio > deadline_s:
-                result.stopped = f"budget of {budget_s:.0f} s reached"
+                result.stopped = f"budget of {budget_s:.0f} s reached" if index < planned else ""
                 break
             if index % ANCHOR_EVERY == 0:
                 anchor(index // ANCHOR_EVERY)
             point_began_s = clock()
             _measure(bench, recorder, prefix, point, done, result)
-            result.left -= 1
+            result.left = max(0, planned - index - 1)
+            result.beyond = max(0, index + 1 - planned)
             spent_s += clock() - point_began_s
             planned_s += point.seconds
             if clock() - last_say_s >= PROGRESS_S:
                 last_say_s = clock()
                 ratio = spent_s / planned_s if planned_s > 5 else 1.0
-                rest_s = ratio * sum(p.seconds for p in points[index + 1:])
-                say(f"[{index + 1}/{len(points)}] {clock() - started_s:.0f} s, about {rest_s:.0f} s to go; "
+                rest_s = min(ratio * sum(p.seconds for p in points[index + 1:]), max(0.0, deadline_s - clock()))
+                say(f"[{index + 1}/{planned}] {clock() - started_s:.0f} s, about {rest_s:.0f} s to go; "
                     f"{point.tier}: {point.key}")
         if points and result.measured:
             anchor(1 + len(points) // ANCHOR_EVERY)

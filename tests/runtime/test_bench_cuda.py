@@ -294,7 +294,7 @@ def test_close_releases_graphs_first_and_is_idempotent():
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, planned_points_only):
     """``bullet-profile`` with a fake GPU behind it; returns what was opened."""
     opened = []
 

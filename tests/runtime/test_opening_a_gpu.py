@@ -25,7 +25,7 @@ RATES = Rates(132, 6e14, 3e12)
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch, planned_points_only):
     """``start(**options)`` sets up a machine: options of the stub driver under ``stub``, of the card, and of FakeCuda."""
 
     def start(*, processes="", memory_error="", capability=(9, 0), stub=None, free_bytes=100 << 30, **options):

@@ -167,6 +167,20 @@ def test_a_machine_slower_than_assumed_measures_the_corun_matrix_and_keeps_the_b
         assert len(corun) > 20
 
 
+def test_a_machine_faster_than_assumed_spends_the_time_left_on_what_was_cut(tmp_path):
+    clock = Clock()
+    bench = Scripted(clock, cost_s=lambda point: point.seconds / 4)
+    plan = plan_for(60)
+    whole = make_plan(LLAMA, gpu_axes(SPLITS, []), RATES)
+    assert {p.key for p in (*plan.points, *plan.spare)} == {p.key for p in whole.points}
+    result, rows = run(tmp_path, bench, plan, budget_s=60.0)
+    assert (result.stopped, result.left, result.failed) == ("", 0, [])
+    assert result.beyond == result.measured - len(plan.points) > 100
+    assert 50 < clock.now - 100 < 60
+    expected = [i for p in (*plan.points, *plan.spare)[:result.measured] for i in p.row_ids("llama-3.1-8b|bfloat16|simulated")]
+    assert [r["id"] for r in rows if r["kind"] != "anchor"] == expected
+
+
 def test_progress_says_what_is_left(tmp_path):
     said = []
     run(tmp_path, Scripted(Clock(), cost_s=2.0), plan_for(30), say=said.append)
