@@ -392,7 +392,8 @@ def _closing(bench: Bench, verdicts: list[str], rows: list[dict[str, Any]], resu
     fixed += [f"{len(rows)} rows in {where}", summary.drift_line(rows), *verdicts]
     on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {bench.gpu}"}.get(
         bench.backend, f"measured on {bench.gpu}" + (", no partition" if bench.backend == "none" else ""))
-    return summary.fit(fixed, [summary.control_lines(rows, on), summary.corun_lines(rows, on)])
+    return summary.fit(fixed, [summary.control_lines(rows, on), summary.corun_lines(rows, on),
+                               summary.operation_lines(rows, on)])
 
 
 def _plan_lines(args: argparse.Namespace, model: ModelSpec, budget_s: float | None) -> list[str]:

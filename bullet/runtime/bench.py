@@ -291,8 +291,11 @@ class SimulatedBench:
         self._anchors = 0
 
     def allowed(self, point: Point) -> bool:
-        return (point.kind in ("solo", "corun") and point.shape.op in ("prefill_layer", "decode_layer")
-                and (point.kind == "solo" or point.split is not None))
+        layers = ("prefill_layer", "decode_layer")
+        if point.kind == "solo":
+            return point.shape.op in layers
+        return point.kind == "corun" and point.split is not None and (
+            point.shape.op, point.other and point.other.op) == layers
 
     def _sample(self, key: str, state: SampledState) -> dict[str, timing.Stats]:
         """Statistics of one layer by phase."""

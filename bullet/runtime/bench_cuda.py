@@ -378,7 +378,9 @@ class CudaBench:
         except Exception as exc:
             log.info("capture abandoned: %s", _one_line(exc))
             with suppress(Exception):
-                importlib.import_module("torch")._C._cuda_endAllocateToPool(0, pool)
+                binding = importlib.import_module("torch")._C
+                binding._cuda_endAllocateToPool(0, pool)
+                binding._cuda_releasePool(0, pool)
         self._void.append((graph, self._pools.pop(key, None)))
 
     def _time_alone(self, lane: Lane, graph: Graph) -> None:

@@ -1,9 +1,9 @@
 """Which points a sweep measures, in which order, and how long that takes. Pure: no torch, no clock.
 
 Priority: the co-run matrix and the runs alone that its slow-downs need, then controls, then the SM axis of single
-operations, then more shapes, then a finer co-run matrix. ``budget_s`` cuts this list at the end, so that a larger
-budget measures a superset. What is kept runs in an order drawn from the seed within each tier: a run that is cut off
-has lost the least important part, and slow drift does not line up with an axis.
+operations, then pairs of single operations at once, more shapes, and a finer co-run matrix. ``budget_s`` cuts this list
+at the end, so that a larger budget measures a superset. What is kept runs in an order drawn from the seed within each
+tier: a run that is cut off has lost the least important part, and slow drift does not line up with an axis.
 
 Estimated times rest on data-sheet rates and assumed overheads: they are for planning, never results.
 """
@@ -21,7 +21,7 @@ from bullet.config import ModelSpec
 from bullet.errors import ProfileError
 from bullet.runtime.partition import Granularity, Split, legal_splits, nearest_split
 
-TIERS = ("co-run matrix", "controls", "SM axis", "shapes", "finer co-run matrix")
+TIERS = ("co-run matrix", "controls", "SM axis", "co-running operations", "shapes", "finer co-run matrix")
 CONTROLS = ("alu_spin", "memory_stream")
 ANCHOR_EVERY = 20
 
@@ -167,6 +167,8 @@ class Axes:
     extra_corun_decode: tuple[Shape, ...]
     sm_axis: tuple[Shape, ...]
     shapes: tuple[Shape, ...]
+    corun_operations: tuple[tuple[Shape, Shape], ...] = ()
+    """Pairs of single operations, each taken from ``sm_axis``: which part of a layer disturbs which."""
 
 
 # Decode shares of a device: from the least that keeps decode alive to more than half. Round numbers, denser where the
@@ -209,7 +211,11 @@ def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: t
                if m != {"norm": tokens, "copy": copy_tokens}[op]]
     shapes += [prefill("prefill_layer", tokens, tokens), prefill("prefill_layer", tokens // 4, 0, batch=4)]
     shapes += [decode("decode_layer", b, c) for b in batches for c in extra_contexts]
+    wide, narrow = Shape("gemm_gate_up", tokens), Shape("gemm_gate_up", batch)
+    attention, cached = prefill("prefill_attention", tokens), decode("decode_attention", batch, context)
     return Axes(
+        corun_operations=tuple(itertools.product((wide, attention, Shape("norm", tokens), Shape("copy", copy_tokens)),
+                                                 (cached, narrow, Shape("gemm_lm_head", batch)))),
         splits=tuple(splits), extra_splits=tuple(s for s in extra_splits if s not in splits),
         corun_prefill=tuple(prefill("prefill_layer", n) for n in prefills),
         extra_corun_prefill=tuple(prefill("prefill_layer", n) for n in extra_prefills),
@@ -275,7 +281,7 @@ class Plan:
             left = self.left_out.get(tier, 0)
             tail = f", {left} left out" if left else ""
             lines.append(f"  {tier:<20} {planned:4d} points, about {seconds:5.0f} s{tail}")
-        corun = [p for p in self.points if p.kind == "corun" and p.split is not None]
+        corun = [p for p in self.points if p.kind == "corun" and p.split is not None and p.shape.op == "prefill_layer"]
         lines.append(f"  co-run: {len({p.split for p in corun})} splits x {len({p.shape for p in corun})} prefill sizes x "
                      f"{len({p.other for p in corun})} decode sizes, {len(corun)} combinations, both directions")
         alone = [p for p in self.points if p.kind == "solo"]
@@ -352,6 +358,10 @@ def _groups(axes: Axes) -> Iterator[tuple[str, list[Point]]]:
     places = [None, *((split, lane) for split in axes.splits for lane in ("prefill", "decode"))]
     for s, o in spread_order([(s, o) for s in range(len(places)) for o in range(len(axes.sm_axis))]):
         yield "SM axis", [_solo(places[s], axes.sm_axis[o])]
+    for split in _spread(axes.splits)[:3]:
+        for p, d in axes.corun_operations:
+            yield "co-running operations", [Point("corun", split, "both", p, d), _solo((split, "prefill"), p),
+                                            _solo((split, "decode"), d)]
     # The whole device, and a lane of the middle split for each phase: a small and a large partition.
     middle = axes.splits[len(axes.splits) // 2] if axes.splits else None
     for shape in axes.shapes:
@@ -364,6 +374,11 @@ def _groups(axes: Axes) -> Iterator[tuple[str, list[Point]]]:
     yield from (("finer co-run matrix", g) for g in _matrix(everything, axes.corun_prefill, axes.corun_decode))
     yield from (("finer co-run matrix", g) for g in _matrix(
         everything, (*axes.corun_prefill, *axes.extra_corun_prefill), (*axes.corun_decode, *axes.extra_corun_decode)))
+
+
+def _spread(splits: Sequence[Split]) -> list[Split]:
+    """Ends first, then middles."""
+    return [splits[i] for i in _ends_first(len(splits))] if splits else []
 
 
 def _matrix(splits: Sequence[Split], prefills: Sequence[Shape], decodes: Sequence[Shape]) -> Iterator[list[Point]]:

@@ -12,7 +12,7 @@ MAX_CHARS = 11_500
 
 def _lane_label(row: Row) -> str:
     if row["split_prefill_sms"] is None:
-        return f"all {row['device_sms']} (no partition)"
+        return f"all {row['device_sms']}"
     mark = {"proven": "", "unproven": "?", "none": ""}[row["partition"]]
     return f"{row['split_prefill_sms']}+{row['split_decode_sms']}{mark}"
 
@@ -32,7 +32,7 @@ def corun_lines(rows: Sequence[Row], on: str) -> list[str]:
     order: dict[tuple[int, str], tuple[Any, ...]] = {}
     decodes: set[tuple[int, int]] = set()
     for row in rows:
-        if row["kind"] != "corun":
+        if row["kind"] != "corun" or "prefill_layer" not in (row["op"], row["corunner"]):
             continue
         prefill = row["lane"] == "prefill"
         tokens = row["tokens"] if prefill else row["corunner_tokens"]
@@ -44,10 +44,10 @@ def corun_lines(rows: Sequence[Row], on: str) -> list[str]:
     if not cells:
         return []
     columns = sorted(decodes)
-    out = [f"Co-run, {on}: slow-down of decode / prefill over the same lane alone (~ drifted, ? unproven)",
-           f"{'prefill':>8} {'SMs p+d':<22}" + "".join(f"{f'b{b} c{c}':>12}" for b, c in columns)]
+    out = [f"Co-run, {on}: slow-down of decode / prefill over the same lane alone (~ drifted, ? unproven, all: no split)",
+           f"{'prefill':>8} {'SMs p+d':<9}" + "".join(f"{f'b{b} c{c}':>12}" for b, c in columns)]
     for tokens, label in sorted(order, key=lambda key: order[key]):
-        line = f"{tokens:>8} {label:<22}"
+        line = f"{tokens:>8} {label:<9}"
         for decode in columns:
             pair = [_cell(cells.get((tokens, label, decode, lane))) for lane in ("decode", "prefill")]
             line += f"{'/'.join(pair) if pair != ['-', '-'] else '-':>12}"
@@ -72,6 +72,32 @@ def control_lines(rows: Sequence[Row], on: str) -> list[str]:
     return out
 
 
+def operation_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """Slow-down of single operations beside each other: decode's / prefill's, a column per split."""
+    cells: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+    labels: dict[str, int] = {}
+    for row in rows:
+        if row["kind"] == "corun" and "prefill_layer" not in (row["op"], row["corunner"]):
+            prefill = row["lane"] == "prefill"
+            pair = (row["op"], row["corunner"]) if prefill else (row["corunner"], row["op"])
+            label = _lane_label(row)
+            labels[label] = row["split_decode_sms"] or 0
+            cells.setdefault(pair, {}).setdefault(label, {})[row["lane"]] = row
+    if not cells:
+        return []
+    columns = sorted(labels, key=lambda label: labels[label])
+    out = [f"Single operations at once, {on}: slow-down of decode's / prefill's over the same lane alone",
+           f"{'prefill | decode':<40}" + "".join(f"{label:>14}" for label in columns)]
+    for pair in sorted(cells):
+        line = f"{' | '.join(pair):<40}"
+        for label in columns:
+            found = cells[pair].get(label, {})
+            both = [_cell(found.get(lane)) for lane in ("decode", "prefill")]
+            line += f"{'/'.join(both) if found else '-':>14}"
+        out.append(line)
+    return out
+
+
 def drift_line(rows: Sequence[Row]) -> str:
     """How steady the run was."""
     drifts = [abs(row["drift"]) for row in rows if row["drift"] is not None]
@@ -82,8 +108,10 @@ def drift_line(rows: Sequence[Row]) -> str:
 
 
 def fit(fixed: Iterable[str], tables: Iterable[Sequence[str]], limit: int = MAX_CHARS) -> list[str]:
-    """``fixed`` lines, then as many table lines as stay under ``limit`` characters; says how many were left out."""
-    out = [line[:400] for line in fixed]
+    """``fixed`` lines, shortened (reasons in full are in check.json), then as many table lines as stay under ``limit``
+    characters; says how many were left out.
+    """
+    out = [line[:160] for line in fixed]
     used = sum(len(line) + 1 for line in out)
     pending = [line for table in tables for line in table]
     for at, line in enumerate(pending):

@@ -33,7 +33,7 @@ from bullet.runtime.plan import (
     make_plan,
     prefill,
 )
-from bullet.runtime.summary import MAX_CHARS, corun_lines, fit
+from bullet.runtime.summary import MAX_CHARS, corun_lines, fit, operation_lines
 from bullet.runtime.sweep import Terminated, run_sweep
 from bullet.tables import Journal, finalise, read_journal
 
@@ -202,6 +202,21 @@ def test_the_printed_tables_stay_short(tmp_path):
     assert len("\n".join(text)) <= MAX_CHARS
     assert any("more lines: see the samples file" in line for line in text)
     assert "1.00/1.00" in table[2]
+
+
+def test_operations_and_layers_are_printed_apart(tmp_path):
+    _, rows = run(tmp_path, Scripted(Clock()), make_plan(LLAMA, gpu_axes(SPLITS, []), RATES))
+    wide = "gemm_gate_up"
+    for row in rows:  # prefill's gate + up beside decode attention: 3 and 2 times the run alone, whatever layers show
+        if (row["op"], row["corunner"]) in ((wide, "decode_attention"), ("decode_attention", wide)):
+            row["median_s"] *= 3 if row["lane"] == "prefill" else 2
+    rows = finalise(rows)
+    layers, operations = corun_lines(rows, "scripted"), operation_lines(rows, "scripted")
+    assert all("2.00" not in line and "3.00" not in line for line in layers)
+    assert [line.split() for line in operations if line.startswith(f"{wide} | decode_attention")] == [
+        [wide, "|", "decode_attention", *["2.00/3.00"] * 3]]
+    assert operations[1].split() == ["prefill", "|", "decode", "116+16", "92+40", "32+100"]
+    assert len(operations) == 14
 
 
 # ---------------------------------------------------------------------------------------- CPU and simulated

@@ -75,6 +75,18 @@ def test_controls_and_the_unpartitioned_case_are_planned():
     assert sum(p.kind == "corun" and p.split is None for p in plan.points) == 12
 
 
+def test_single_operations_run_beside_each_other_with_their_runs_alone():
+    plan = make_plan(LLAMA, axes(), H200, budget_s=240)
+    pairs = [p for p in plan.points if p.tier == "co-running operations" and p.kind == "corun"]
+    assert {p.split.decode_sms for p in pairs} == {16, 40, 100}
+    assert {(p.shape.op, p.other.op) for p in pairs} == set(itertools.product(
+        ("gemm_gate_up", "prefill_attention", "norm", "copy"), ("decode_attention", "gemm_gate_up", "gemm_lm_head")))
+    keys = {p.key for p in plan.points}
+    for p in pairs:
+        assert Point("solo", p.split, "prefill", p.shape).key in keys
+        assert Point("solo", p.split, "decode", p.other).key in keys
+
+
 def test_everything_is_on_granted_splits():
     for point in make_plan(LLAMA, axes(), H200).points:
         assert point.split is None or is_legal(point.split, 132, HOPPER)
