@@ -209,7 +209,7 @@ def _prove(bench: Any, note: str) -> checking.CheckReport:
         report = checking.run_check(bench.table, bench, bench.gpu)
     except PartitionError as exc:
         return checking.unchecked(bench.table, bench.gpu, str(exc))
-    if not report.proven and bench.enter_contexts():
+    if _misplaced(report) and bench.enter_contexts():
         say(f"{report.num_proven} of {len(report.pairs)} pairs proven by streams alone; once more with each green context "
             "made current")
         again = checking.run_check(bench.table, bench, bench.gpu)
@@ -218,6 +218,12 @@ def _prove(bench: Any, note: str) -> checking.CheckReport:
         else:
             report = again
     return report
+
+
+def _misplaced(report: checking.CheckReport) -> bool:
+    """Work that ran elsewhere than on its lane's SMs, or not at all: what making the context current may cure."""
+    return not report.control_reasons and any(
+        word in reason for pair in report.pairs for reason in pair.reasons for word in ("ran on ", "share", "probe failed"))
 
 
 def _useless(report: checking.CheckReport) -> bool:

@@ -102,12 +102,16 @@ COMPILED: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
 }
 
 
-def compile_for(name: str, capability: int) -> Any:
-    """Compile one kernel for ``sm_<capability>`` (80, 89, 90) without a GPU; returns Triton's compiled kernel."""
+def compile_for(name: str, capability: int, integers: str = "i64") -> Any:
+    """Compile one kernel for ``sm_<capability>`` (80, 89, 90) without a GPU; returns Triton's compiled kernel.
+
+    ``integers``: the type of plain numbers; at a launch Triton takes ``i32`` for those that fit.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel, signature, constants = COMPILED[name]
+    signature = {argument: integers if kind == "i64" else kind for argument, kind in signature.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": PROBE_WARPS})
 

@@ -7,13 +7,14 @@ Ctrl-C or when the device is lost; in each case the rows until then are on disk,
 from __future__ import annotations
 
 import datetime
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import bullet
-from bullet.config import ModelSpec
+from bullet.config import MODELS, ModelSpec
 from bullet.errors import ProfileError
 from bullet.runtime.bench import Bench, BusyError, DeviceLostError, Measurement
 from bullet.runtime.check import CheckReport
@@ -57,8 +58,13 @@ def interrupt_status(exc: KeyboardInterrupt) -> int:
 
 
 def run_prefix(bench: Bench, model: ModelSpec) -> str:
-    """What makes ids of one model, element type and backend distinct in a shared table."""
-    return f"{model.name}|{bench.dtype}|{bench.backend}"
+    """What makes ids of one model, element type and backend distinct in a shared table. A config.json is known by what
+    it says: another one of the same name is another model.
+    """
+    name = model.name
+    if MODELS.get(name) != model:
+        name += f"#{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
+    return f"{name}|{bench.dtype}|{bench.backend}"
 
 
 def utc_now() -> str:

@@ -17,8 +17,9 @@ from bullet.kernels import probe  # noqa: E402
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize("name", sorted(probe.COMPILED))
-def test_kernels_compile(name, capability):
-    compiled = probe.compile_for(name, capability)
+@pytest.mark.parametrize("integers", ["i32", "i64"])
+def test_kernels_compile(name, capability, integers):
+    compiled = probe.compile_for(name, capability, integers)
     ptx = compiled.asm["ptx"]
     assert f".target sm_{capability}" in ptx
     assert len(compiled.asm["cubin"]) > 0

@@ -135,6 +135,14 @@ def test_graphs_that_leave_their_partition_are_captured_inside_its_context(gpu, 
     assert stub.calls.count("cuCtxPushCurrent") == stub.calls.count("cuCtxPopCurrent") > 100
 
 
+def test_lanes_that_only_took_turns_are_no_reason_to_enter_contexts():
+    bench, _, stub = open_bench(serial=True)
+    report = profile_cli._prove(bench, "")
+    assert report.num_proven == 0
+    assert "eager: the lanes ran one after the other" in report.pairs[0].reasons
+    assert "cuCtxPushCurrent" not in stub.calls
+
+
 def test_contexts_that_do_not_help_are_left_again():
     bench, _, stub = open_bench(graphs_leak="always")
     report = profile_cli._prove(bench, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -34,7 +35,7 @@ from bullet.runtime.plan import (
     prefill,
 )
 from bullet.runtime.summary import MAX_CHARS, corun_lines, fit, operation_lines
-from bullet.runtime.sweep import Terminated, run_sweep
+from bullet.runtime.sweep import Terminated, run_prefix, run_sweep
 from bullet.tables import Journal, finalise, read_journal
 
 LLAMA = get_model("llama-3.1-8b")
@@ -414,6 +415,15 @@ def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, capsys, monkeypatch)
     assert len(read_journal(tmp_path / "samples.jsonl")[1]) == 4
     monkeypatch.undo()
     assert profile_cli.main(command) == 0
+
+
+def test_two_configs_of_one_name_are_two_models():
+    bench = Scripted(Clock())
+    other = dataclasses.replace(LLAMA, num_layers=2)
+    assert run_prefix(bench, LLAMA) == "llama-3.1-8b|bfloat16|simulated"
+    names = {run_prefix(bench, m) for m in (LLAMA, other, dataclasses.replace(LLAMA, num_layers=3))}
+    assert len(names) == 3
+    assert run_prefix(bench, other) == run_prefix(bench, dataclasses.replace(LLAMA, num_layers=2))
 
 
 def test_compare_two_tables(tmp_path, capsys):
