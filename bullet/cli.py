@@ -381,15 +381,16 @@ def sim(argv: Sequence[str] | None = None) -> int:
 def profile(argv: Sequence[str] | None = None) -> int:
     """``bullet-profile``: ``show`` here; measuring has a module of its own, which runs without the simulator."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in ("check", "sweep", "gpu", "compare"):
+    if arguments and arguments[0] in ("check", "sweep", "gpu", "table", "compare"):
         from bullet import profile_cli
 
         return profile_cli.main(arguments)
     parser = _Parser(prog="bullet-profile", description="Measure kernels against SMs and show fitted profiles. Each command "
                      "has its own --help.")
-    commands = parser.add_subparsers(dest="command", metavar="check | sweep | gpu | compare | show", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="check | sweep | gpu | table | compare | show", required=True)
     for name, text in (("check", "prove each pair of SM partitions"), ("sweep", "measure alone and side by side"),
-                       ("gpu", "check, then sweep"), ("compare", "do two sweeps agree?")):
+                       ("gpu", "check, then sweep"), ("table", "a sweep's table from its rows"),
+                       ("compare", "do two sweeps agree?")):
         commands.add_parser(name, help=text, add_help=False)
     show = commands.add_parser("show", help="coefficients, sources and errors of a shipped profile")
     show.add_argument("--gpu", default="a100-80gb")

@@ -1,4 +1,4 @@
-"""``bullet-profile check | sweep | gpu | compare``: prove SM partitions and measure on them.
+"""``bullet-profile check | sweep | gpu | table | compare``: prove SM partitions and measure on them.
 
 :func:`main` is called by ``bullet.cli.profile`` and runs alone as ``python -m bullet.profile_cli``, which needs no
 installation. ``gpu`` is check, then sweep, in one process on one table of partitions (``make gpu``).
@@ -83,6 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--threads", type=int, default=None, help="--device cpu: threads that stand in for SMs")
         command.add_argument("--noise-std", type=float, default=0.03, help="--device simulated: relative noise")
         command.add_argument("--plan-only", action="store_true", help="print the plan for --gpu and stop; needs no device")
+    command = commands.add_parser("table", help="table and summary of a sweep from its rows; needs no device")
+    command.add_argument("out", type=Path, help="the sweep's folder")
     command = commands.add_parser("compare", help="do two sweeps of one device agree?")
     command.add_argument("first", type=Path)
     command.add_argument("second", type=Path)
@@ -98,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _terminate_as_interrupt():
             if args.command == "compare":
                 return _compare(args)
+            if args.command == "table":
+                return _table(args)
             if args.command == "check":
                 return _check(args)
             return _sweep(args, started_s)
@@ -396,10 +400,33 @@ def _closing(bench: Bench, verdicts: list[str], rows: list[dict[str, Any]], resu
     if len(result.failed) > 5:
         fixed.append(f"  .. and {len(result.failed) - 5} more failed points")
     fixed += [f"{len(rows)} rows in {where}", summary.drift_line(rows), *verdicts]
-    on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {bench.gpu}"}.get(
-        bench.backend, f"measured on {bench.gpu}" + (", no partition" if bench.backend == "none" else ""))
-    return summary.fit(fixed, [summary.control_lines(rows, on), summary.corun_lines(rows, on),
-                               summary.operation_lines(rows, on)])
+    return summary.fit(fixed, _tables(rows, bench.gpu, bench.backend))
+
+
+def _tables(rows: Sequence[dict[str, Any]], gpu: str, backend: str) -> list[list[str]]:
+    on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {gpu}"}.get(
+        backend, f"measured on {gpu}" + (", no partition" if backend == "none" else ""))
+    return [summary.control_lines(rows, on), summary.corun_lines(rows, on), summary.operation_lines(rows, on)]
+
+
+def _table(args: argparse.Namespace) -> int:
+    """What a sweep prints and writes last, from its rows alone: for one that was killed before it came to that."""
+    header, journal, _ = read_journal(args.out / "samples.jsonl")
+    if not journal:
+        raise ProfileError(f"{args.out / 'samples.jsonl'}: holds no row yet")
+    rows = finalise(journal)
+    gpu, source = str(header.get("gpu")), str(header.get("source"))
+    try:
+        write_parquet(args.out / "samples.parquet", rows, {"gpu": gpu, "source": source})
+    except ImportError:
+        say("pyarrow is not installed: no samples.parquet")
+    proven = {kind: sum(row["partition"] == kind for row in rows) for kind in ("proven", "unproven", "none")}
+    fixed = [f"{len(rows)} rows of {gpu} ({source}): " + ", ".join(f"{n} {kind}" for kind, n in proven.items()),
+             summary.drift_line(rows)]
+    lines = summary.fit(fixed, _tables(rows, gpu, rows[-1]["backend"]))
+    say("\n".join(lines))
+    _write_text(args.out / "summary.txt", lines)
+    return 0
 
 
 def _plan_lines(args: argparse.Namespace, model: ModelSpec, budget_s: float | None) -> list[str]:

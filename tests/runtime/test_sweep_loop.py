@@ -417,6 +417,27 @@ def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, capsys, monkeypatch)
     assert profile_cli.main(command) == 0
 
 
+def test_a_sweep_that_was_killed_gets_its_table_from_its_rows(tmp_path, capsys):
+    assert profile_cli.main(["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]) == 0
+    before = (tmp_path / "samples.parquet").read_bytes()
+    table = capsys.readouterr().out.split("Co-run,")[1]
+    (tmp_path / "samples.parquet").unlink()
+    (tmp_path / "summary.txt").unlink()
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"id": "half a li')
+    assert profile_cli.main(["table", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "rows of simulated h200 (simulated): 0 proven, 0 unproven," in out
+    assert out.split("Co-run,")[1] == table
+    assert (tmp_path / "samples.parquet").read_bytes() == before
+    assert (tmp_path / "summary.txt").read_text() == out
+    assert profile_cli.main(["table", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "samples.jsonl").write_text('{"schema": "bullet-samples", "version": 1, "gpu": "g", "source": "measured"}\n')
+    assert profile_cli.main(["table", str(tmp_path)]) == 2
+    assert "holds no row yet" in capsys.readouterr().err
+
+
 def test_two_configs_of_one_name_are_two_models():
     bench = Scripted(Clock())
     other = dataclasses.replace(LLAMA, num_layers=2)
