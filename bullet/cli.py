@@ -79,6 +79,8 @@ def _sim_parser() -> argparse.ArgumentParser:
     common.add_argument("--num-requests", type=_whole, metavar="N", help="default 1000; with recorded arrivals, all")
     common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
     common.add_argument("--gpu", help="a100-80gb (default), h100, h200, h20, rtx4090")
+    common.add_argument("--device-model", choices=("fit", "table"), help="fit (default): coefficients; table: measured kernel "
+                        "tables, interpolated, for one-lane policies where the GPU's profile has them")
     common.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
     common.add_argument("--seed", type=_whole, metavar="N", help="default 0; same seed, same bytes")
     common.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
@@ -103,7 +105,8 @@ def _sim_parser() -> argparse.ArgumentParser:
 
 FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "workload.rate_req_per_s",
          "time_scale": "workload.time_scale", "cv": "workload.cv", "num_requests": "workload.num_requests",
-         "model": "device.model", "gpu": "device.gpu", "estimator": "policy.estimator", "seed": "seed", "policy": "policy.name"}
+         "model": "device.model", "gpu": "device.gpu", "device_model": "device.timing", "estimator": "policy.estimator",
+         "seed": "seed", "policy": "policy.name"}
 
 
 def _config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:

@@ -317,7 +317,8 @@ class DeviceConfig:
     ``kv_tokens``: KV capacity; ``None`` derives it from the specs: memory x ``memory_utilization`` less weights
     and ``reserve_bytes`` for activations. ``contention_scale`` multiplies the contention loss,
     ``shared_prefill_share`` is the fraction of shared SMs' time that prefill gets (*assumed* 0.5),
-    ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means.
+    ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means. ``timing``: ``fit`` (coefficients) or
+    ``table`` (measured kernel tables, interpolated: bullet/table_device.py).
     """
 
     model: str = "llama-3.1-8b"
@@ -332,6 +333,7 @@ class DeviceConfig:
     reconfigure_s: float = 4.1e-6
     noise_std: float = 0.0
     partition_step_sms: int = 2
+    timing: str = "fit"
 
     def __post_init__(self) -> None:
         _require(self.tensor_parallel >= 1, "device.tensor_parallel", self.tensor_parallel, "1 or more")
@@ -346,6 +348,7 @@ class DeviceConfig:
         _require(0 <= self.reconfigure_s < 1, "device.reconfigure_s", self.reconfigure_s, "0 to 1 s")
         _require(0 <= self.noise_std < 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
         _require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")
+        _require(self.timing in ("fit", "table"), "device.timing (--device-model)", self.timing, "fit or table")
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,6 +246,11 @@ class DeviceModel:
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
 
+    @property
+    def source(self) -> str:
+        """Where seconds are from, one line."""
+        return self.coefficients.source
+
     # ---- building work ---------------------------------------------------------------------------
 
     def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> StepWork:
@@ -576,7 +581,14 @@ def analytic_coefficients(gpu: GpuSpec) -> DeviceCoefficients:
 
 
 def load_device(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
-    """The device of a configuration: fitted if a profile of (gpu, model) is shipped, else labelled what it is."""
+    """The device of a configuration: fitted if a profile of (gpu, model) is shipped, else labelled what it is.
+
+    ``config.timing = "table"`` asks for the measured tables themselves instead.
+    """
+    if config.timing == "table":
+        from bullet.table_device import load_table_device  # it builds on this module
+
+        return load_table_device(config)
     model, gpu = get_model(config.model), get_gpu(config.gpu)
     path = PROFILES / gpu.name / model.name / "fit.json"
     others = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"))

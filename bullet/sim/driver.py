@@ -651,7 +651,7 @@ def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, 
         span_s=run.now_s - (run.arrivals[0] if run.arrivals else 0.0), num_sms=run.gpu.num_sms,
         kv_blocks=run.state.kv.total_blocks, split_changes=run.split_changes, decisions=run.decisions,
         decision_wall_s=run.decision_wall_s, tpot_slo_s=tpot_slo_s,
-        device={"gpu": config.device.gpu, "model": config.device.model, "source": run.device.coefficients.source,
+        device={"gpu": config.device.gpu, "model": config.device.model, "source": run.device.source,
                 "workload": workload.source, "queue_integral_s": run.queue_integral_s, "wait_sum_s": run.wait_sum_s,
                 "kv_peak_blocks": run.state.kv.peak_blocks},
     )
