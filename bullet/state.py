@@ -330,6 +330,10 @@ class WaitingQueue:
         self._write(self._start, request)
         self.requests.insert(0, request)
 
+    def refresh(self, request: Request) -> None:
+        """A waiting request gained a token, from a step that was in flight when it was preempted."""
+        self._write(self._start + self.requests.index(request), request)
+
     def _write(self, at: int, request: Request) -> None:
         self._arrival_s.set(at, request.arrival_s)
         self._ttft_slo_s.set(at, request.ttft_slo_s)

@@ -140,7 +140,7 @@ def test_table_mode_serves_one_lane_policies_and_refuses_the_rest():
         with pytest.raises(ConfigError, match="one-lane policy"):
             worlds.run(policy, rows, device=load_device(DeviceConfig(gpu="rtx4090", timing="table")), device__gpu="rtx4090",
                        device__timing="table")
-    with pytest.raises(ConfigError, match="no measured tables of .* on a100-80gb"):
+    with pytest.raises(ConfigError, match=r"no measured tables of .* on a100-80gb"):
         load_device(DeviceConfig(timing="table"))
     with pytest.raises(ConfigError, match="tensor_parallel = 2"):
         load_device(DeviceConfig(gpu="rtx4090", timing="table", tensor_parallel=2))

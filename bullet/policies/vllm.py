@@ -19,20 +19,39 @@ prompt computed in part is always the tail of ``running``:
 So all decodes come first and take one token each, and N >= ``max_num_seqs`` (the engine insists on it too) means that no
 decode is ever left without a token. Decodes are the only ones that ask for blocks, since prompts hold theirs from
 admission: all allocations succeed exactly if the step's growth is no more than the free blocks, which is one comparison.
+
+That is the default. Options bring back what a replay of a 0.19 run needs (docs/validation.md shows what each is worth):
+
+- ``prefix_cache``: prompts take over cached blocks (bullet/prefix.py).
+- ``admission``: ``reserve`` (default: a prompt's blocks are all taken when it is admitted), ``check`` (0.19: the whole known
+  length must fit, blocks are taken chunk by chunk), ``chunk`` (0.8: only the first chunk must fit).
+- ``steps_in_flight``: 2 decides the next step while one still runs (the engine's asynchronous scheduling).
+- ``resume``: ``front`` (the engine's way) or ``back`` of the queue for preempted requests.
+
+With any of them, blocks have names and ``running`` is the engine's own list, walked request by request (``_paged_step``).
+The walk is a rehearsal: it makes the allocations on a copy of the cache, and the driver makes the same ones on the real one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext, read_options
+from bullet.prefix import PagedState, Paging, PrefixKvCache
 from bullet.state import HYBRID, Chunk, Decision, HybridStep, Request, Step, SystemState, Wait
 
 OPTIONS = {
     # The engine's default on an A100 and smaller devices; on others of 70 GiB and more it is 1,024.
     "max_num_seqs": 256,
+    "prefix_cache": False,
+    "admission": "reserve",
+    "steps_in_flight": 1,
+    "resume": "front",
 }
+CHOICES: Mapping[str, tuple[Any, ...]] = {"admission": ("reserve", "check", "chunk"), "steps_in_flight": (1, 2),
+                                          "resume": ("front", "back")}
 
 
 class Vllm:
@@ -50,10 +69,21 @@ class Vllm:
         if budget_tokens < self.max_num_seqs:
             raise ConfigError(f"policy vllm-{budget_tokens}: the token budget must be at least max_num_seqs = "
                               f"{self.max_num_seqs}, or decodes could not all run")
+        for name, allowed in CHOICES.items():
+            if options[name] not in allowed:
+                raise ConfigError(f"policy.options.{name} = {options[name]!r}: must be {' or '.join(map(str, allowed))}")
+        self.admission: str = options["admission"]
+        #: Blocks by name and the engine's own list, where an option asks for it; the driver reads this.
+        self.paging: Paging | None = None
+        if any(options[name] != OPTIONS[name] for name in ("prefix_cache", *CHOICES)):
+            self.paging = Paging(options["prefix_cache"], self.admission == "reserve", options["resume"] == "back",
+                                 options["steps_in_flight"])
         self._decode_all = HybridStep(self.sms)  # most steps are this one
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Running first, then admissions."""
+        if isinstance(state, PagedState):
+            return self._paged_step(state)
         decode, kv, queue = state.decode, state.kv, state.queue.requests
         seqs = decode.size
         free = kv.free_blocks - decode.growth_blocks
@@ -102,6 +132,90 @@ class Vllm:
         assert decodes or chunked, f"a lone request outgrew the KV cache of {kv.total_blocks} blocks; preempted {victims}"
         chunks, _ = _continue(chunked, self.budget_tokens - len(decodes))
         return HybridStep(self.sms, tuple(chunks), bool(decodes), preempt=tuple(victims), reason="preempt")
+
+    # ---- with named blocks -----------------------------------------------------------------------
+
+    def _paged_step(self, state: PagedState) -> Decision:
+        """As above, request by request: every request of the step is a chunk, decodes of one token."""
+        served, growth, budget = self._lacking(state)
+        kv = state.blocks
+        if growth <= kv.free_blocks and not self._may_admit(state, growth, budget):
+            return HybridStep(self.sms, tuple(served), False) if served else Wait(reason="nothing fits")
+        plan = kv.copy()
+        running = list(state.running)
+        chunks: list[Chunk] = []
+        victims: list[int] = []
+        by_id = {request.id: request for request in running}
+        for chunk in served:
+            request = by_id[chunk.request_id]
+            if request.id in victims:
+                break  # it was the tail of a request before it, and so were all behind it
+            reach = chunk.past_tokens + chunk.new_tokens
+            while not plan.extend(request, reach, reach):
+                tail = running.pop()
+                plan.free(tail)
+                victims.append(tail.id)
+                if tail is request:
+                    break
+            else:
+                chunks.append(chunk)
+                continue
+            break
+        if victims:
+            reason = "preempt"
+        else:
+            self._admissions(state, plan, len(running), budget, chunks)
+            reason = ""
+        if not chunks:
+            # Only requests with their last token in flight are left: their blocks come free when it arrives.
+            assert not victims or running, f"a lone request outgrew the KV cache of {kv.total_blocks} blocks: {victims}"
+            return Wait(reason="nothing fits")
+        return HybridStep(self.sms, tuple(chunks), False, preempt=tuple(victims), reason=reason)
+
+    def _lacking(self, state: PagedState) -> tuple[list[Chunk], int, int]:
+        """What running requests are due, the fresh blocks that it takes, and the tokens that are left for others.
+
+        One whose last token is in flight is due nothing.
+        """
+        kv, ending = state.blocks, state.ending
+        budget, growth = self.budget_tokens, 0
+        due: list[Chunk] = []
+        for request in state.running:
+            if budget == 0:
+                break
+            if request.id in ending:
+                continue
+            new = min(state.lacking(request), budget)
+            due.append(Chunk(request.id, new, request.computed_tokens))
+            growth += max(0, kv.blocks_for(request.computed_tokens + new) - len(kv.tables[request.id]))
+            budget -= new
+        return due, growth, budget
+
+    def _may_admit(self, state: PagedState, growth: int, budget: int) -> bool:
+        """Whether the head of the queue could fit; False only if it cannot."""
+        if budget == 0 or not state.queue.requests or len(state.running) >= self.max_num_seqs:
+            return False
+        if self.admission == "chunk":
+            return growth < state.blocks.free_blocks
+        # Growth may yet evict some of these hits, which can only raise the cost: it is all blocks but the referenced hits.
+        head = state.queue.requests[0]
+        return state.blocks.cost(state.blocks.hits(head), head.known_tokens) <= state.blocks.free_blocks - growth
+
+    def _admissions(self, state: PagedState, plan: PrefixKvCache, running: int, budget: int, chunks: list[Chunk]) -> None:
+        """From the front of the queue while tokens, sequences and blocks last; the first that does not fit ends it."""
+        for request in state.queue.requests:
+            if budget == 0 or running == self.max_num_seqs:
+                break
+            hits = plan.hits(request)
+            past = len(hits) * plan.block_tokens
+            new = min(request.known_tokens - past, budget)
+            if self.admission == "check" and plan.cost(hits, request.known_tokens) > plan.free_blocks:
+                break
+            if not plan.admit(request, hits, state.room(request, past + new), past + new):
+                break
+            chunks.append(Chunk(request.id, new, past))
+            budget -= new
+            running += 1
 
     def observe(self, step: Step, elapsed_s: float) -> None:
         """It learns nothing."""

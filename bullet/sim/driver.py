@@ -608,7 +608,12 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     sink: Any = writer if writer is not None else ListSink()
     if writer is not None:
         writer.resolved(config)
-    run = Simulation(config, workload, device, policy, splits, kv_blocks, sink, progress=progress, record=record)
+    kind = Simulation
+    if getattr(policy, "paging", None) is not None:
+        from bullet.sim.paged import PagedSimulation  # it builds on this module
+
+        kind = PagedSimulation
+    run = kind(config, workload, device, policy, splits, kv_blocks, sink, progress=progress, record=record)
     # Millions of small tuples and no reference cycles: the cyclic collector only costs time (a tenth of it).
     collecting = gc.isenabled()
     gc.disable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,8 @@ class Workload:
 
     ``arrival_s``: float64 (n,), never decreasing; ``prompt_tokens``, ``output_tokens``: int64 (n,). ``source``: where
     the lengths are from, one line. ``mean_prompt_tokens``: over the whole trace, not this sample (the ``mean_length``
-    reading of the TTFT objective).
+    reading of the TTFT objective). ``shared_prefix``: which prompts begin with the same full KV blocks as another's
+    (request -> (that one, blocks)); read where a policy shares prefixes.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Workload:
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     mean_prompt_tokens: float
+    shared_prefix: Mapping[int, tuple[int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)

@@ -83,5 +83,5 @@ def test_decode_only_steps_are_one_object() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="must be 1 or more"):
         build("vllm-64", max_num_seqs=0)
-    with pytest.raises(ConfigError, match="has no such option; it has: max_num_seqs"):
+    with pytest.raises(ConfigError, match="has no such option; it has: admission, max_num_seqs, prefix_cache, resume"):
         build("vllm-1024", max_seqs=4)

@@ -1,0 +1,144 @@
+"""The simulated driver for policies that name their blocks, with one or two steps in flight (bullet/prefix.py).
+
+The loop is the ordinary one. What differs: with two steps in flight the next step is decided when one ends and another
+is still to run, and begins the moment that one ends::
+
+    device      |--- n ----|--- n + 1 ---|--- n + 2 ---|
+    decided          ^n+1  ^n+2 (n's tokens are known, n + 1's are not)
+
+As in the engine (``v1/engine/core.py``, ``step_with_batch_queue``), arrivals are noticed when a step ends or when nothing
+runs, and an idle engine decides two steps at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import simpy
+
+from bullet.config import RunConfig
+from bullet.device import DeviceModel, StepWork
+from bullet.policies.base import Policy
+from bullet.prefix import PagedState, Paging, PrefixKvCache, check_prefixes
+from bullet.sim.driver import Simulation
+from bullet.sim.gpu import Flight
+from bullet.state import HYBRID, HybridStep, Partition, Phase, Request, SplitTable
+from bullet.workload import Workload
+
+
+class Ticket(NamedTuple):
+    """A step that has been decided: its requests (and whether each gets a token by it), its work, its row's columns."""
+
+    step: HybridStep
+    served: list[tuple[Request, bool]]
+    work: StepWork
+    row: tuple[Any, ...]
+
+
+class PagedSimulation(Simulation):
+    """One run of a one-lane policy with ``paging``."""
+
+    state: PagedState
+
+    def __init__(self, config: RunConfig, workload: Workload, device: DeviceModel, policy: Policy, splits: SplitTable,
+                 kv_blocks: int, sink: Any, **options: Any) -> None:
+        super().__init__(config, workload, device, policy, splits, kv_blocks, sink, **options)
+        assert not self.two_lanes, f"{config.policy.name}: named blocks are for one lane"
+        paging: Paging = policy.paging  # type: ignore[attr-defined]
+        shared = workload.shared_prefix or {}
+        check_prefixes(shared, self.prompts, workload.name)
+        blocks = PrefixKvCache(kv_blocks, shared, caching=paging.prefix_cache)
+        num_sms = splits.num_sms
+        self.state = PagedState(splits, blocks, device.model.num_layers, Partition(num_sms, num_sms), paging)
+        self.depth = paging.steps_in_flight
+        self.served: list[tuple[Request, bool]] = []  # by the step that runs
+        self.decided: deque[Ticket] = deque()  # to run after it
+
+    def _boundary_of_one(self, _event: simpy.Event) -> None:
+        now = self.now_s = self.next_s
+        gpu, state, lane = self.gpu, self.state, self.lanes[0]
+        gpu.account(now)
+        flight = gpu.hybrid
+        if flight is not None:  # nobody wakes a busy device
+            gpu.hybrid = None
+            self._deliver(now)
+            self._ended(flight, HYBRID, now)
+            if self.decided:
+                self._start(self.decided.popleft(), now)
+        if self.next_arrival_s <= now:
+            self._arrivals(now)
+        while (gpu.hybrid is not None) + len(self.decided) < self.depth and (state.queue.requests or state.running):
+            step = self._decide(lane, now)
+            if step is None:
+                break
+            self._launch(lane, step, now)
+        if self.config.debug:
+            state.check()
+        flight = gpu.hybrid
+        self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
+
+    def _begin(self, lane: Any, step: Any, now: float) -> None:
+        """Carry out a decision on queues and blocks; run it now, or after the step that runs."""
+        state = self.state
+        assert isinstance(step, HybridStep), step
+        self._integrate_queue(now)
+        self.preemptions_since_token += len(step.preempt)
+        queue_length = len(state.queue.requests)
+        stay = len(state.running) - len(step.preempt)
+        served = state.begin_paged(step, now)
+        for request in state.running[stay:]:
+            self.wait_sum_s += now - request.queued_s
+        # To the attention kernel a request with one new token is a decode, whatever that token is.
+        pieces = [(new, past) for _, new, past in step.chunks if new > 1]
+        seqs = len(step.chunks) - len(pieces)
+        context = sum(past + 1 for _, new, past in step.chunks if new == 1)
+        # The engine computes logits for the last token of every request, also where a prompt is not complete.
+        work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=len(step.chunks))
+        for request, gives in served:
+            if gives and request.generated + state.unknown[request.id] == self.outputs[request.id]:
+                state.ending.add(request.id)
+        self.waits_since_launch = 0
+        row = (sum(new for new, _ in pieces), seqs, context, 0, state.num_layers, queue_length, state.blocks.used_blocks,
+               *(step.target or state.target))
+        ticket = Ticket(step, served, work, row)
+        if self.gpu.hybrid is not None:
+            self.decided.append(ticket)
+        else:
+            self._start(ticket, now)
+
+    def _start(self, ticket: Ticket, now: float) -> None:
+        self.served = ticket.served
+        noise = self.lanes[0].noise
+        self.gpu.launch_hybrid(Flight(ticket.step, ticket.work, now, 0.0, 1.0 if noise is None else noise.next(), ticket.row))
+
+    def _deliver(self, now: float) -> None:
+        """The step's tokens reach their requests, also those that were preempted while it ran."""
+        gaps: dict[float, int] = {}
+        for request, gives in self.served:
+            if not gives:
+                continue
+            before = self.emitted_s.get(request.id)
+            if before is not None:
+                gaps[now - before] = gaps.get(now - before, 0) + 1
+            self.emitted_s[request.id] = now
+            self.preemptions_since_token = 0
+            self.state.deliver(request, now)
+            if request.generated == self.outputs[request.id]:
+                if request.phase is Phase.WAITING:  # preempted with its last token in flight
+                    self._integrate_queue(now)
+                    self.wait_sum_s += now - request.queued_s
+                self.state.finish(request)
+                self._close_finished(request, now)
+        if not self.decided:
+            del self.state.in_flight[HYBRID]
+        self.itl_s.extend(gaps)
+        self.itl_counts.extend(gaps.values())
+
+    def _stuck(self, why: str) -> str:
+        return f"{super()._stuck(why)}, {len(self.state.running)} running"
+
+    def close_unfinished(self) -> None:
+        for request in self.state.running:
+            self._request_row(request, "unfinished", "", None, request.generated)
+        super().close_unfinished()
