@@ -36,6 +36,8 @@ EXAMPLES = """examples:
       a scheduler of your own; any key of the configuration by --set
   bullet-sim compare --policies bullet,bullet-literal,vllm-1024 --set policy.options.decode_floor=0.2
       an option goes to the policies that have it
+  bullet-sim validate rtx4090
+      a recorded run of vLLM on an RTX 4090, replayed: simulated beside measured
   bullet-sim run --config runs/mine/config.toml --seed 1
       a stored run again, with other requests
 """
@@ -69,7 +71,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
     parser = _Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
-    commands = parser.add_subparsers(dest="command", metavar="run | compare | list", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="run | compare | validate | list", required=True)
     common = _Parser(add_help=False)
     common.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
     common.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
@@ -98,6 +100,18 @@ def _sim_parser() -> argparse.ArgumentParser:
     compare.add_argument("--policies", metavar="A,B,..", default="bullet,sglang-1024,sglang-2048,vllm-1024",
                          help="default %(default)s")
     compare.set_defaults(handler=_compare)
+    check = commands.add_parser("validate", help="replay a recorded run of a real engine",
+                                description="Replay a recorded run of a real engine: simulated beside measured, one run and the "
+                                "mean over runs whose arrivals are moved by up to 20 ms (docs/validation.md).")
+    check.add_argument("target", help="rtx4090: vLLM 0.19.0, Llama-3.1-8B, 300 requests")
+    check.add_argument("--jitters", type=_whole, default=8, metavar="N",
+                       help="runs with moved arrivals, seeds 0 to N - 1 (default 8)")
+    check.add_argument("--ingredients", action="store_true", help="also leave out or change one part of the engine at a time "
+                       "(20 times as long)")
+    check.add_argument("--data", type=Path, metavar="DIR", help="a folder with files as in profiles/rtx4090/llama-3.1-8b")
+    check.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
+    check.add_argument("--quiet", action="store_true", help="no progress bar")
+    check.set_defaults(handler=_validate)
     listing = commands.add_parser("list", help="what is built in", description="Show what is built in.")
     listing.set_defaults(handler=_list)
     return parser
@@ -137,12 +151,12 @@ def _config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
     return config
 
 
-def _progress(total: int, label: str, quiet: bool) -> tuple[Callable[[int], None] | None, Callable[[], None]]:
+def _progress(total: int, label: str, quiet: bool, unit: str = "req") -> tuple[Callable[[int], None] | None, Callable[[], None]]:
     if quiet or not sys.stderr.isatty():
         return None, lambda: None
     from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
-    bar = tqdm(total=total, desc=label, unit="req", leave=False)
+    bar = tqdm(total=total, desc=label, unit=unit, leave=False)
     return bar.update, bar.close
 
 
@@ -314,6 +328,30 @@ def _print_paths(folder: Path, args: argparse.Namespace, files: Sequence[str]) -
     print(f"\nwritten to {folder}/:")
     for line in files:
         print(f"  {line}")
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from bullet import validate
+    from bullet.errors import ConfigError
+    from bullet.results import create_folder
+
+    if not 0 <= args.jitters <= 1000:
+        raise ConfigError(f"--jitters {args.jitters}: must be 0 to 1000")
+    if args.ingredients and not args.jitters:
+        raise ConfigError("--ingredients: compares means over --jitters runs, of which there are 0")
+    recorded = validate.load_recorded(args.target, args.data)
+    ingredients = validate.INGREDIENTS if args.ingredients else ()
+    folder = _fresh(args.out, f"validate-{args.target}")
+    create_folder(folder)
+    update, close = _progress(1 + args.jitters * (1 + len(ingredients)), "validate", args.quiet, "run")
+    try:
+        found = validate.validate(recorded, seeds=range(args.jitters), ingredients=ingredients, progress=update)
+    finally:
+        close()
+    validate.write(folder, found)
+    print(validate.table(found))
+    print(f"written to {folder}/:\n  validate.json, validate.txt, validate.png, requests.csv")
+    return 0
 
 
 def _list(args: argparse.Namespace) -> int:

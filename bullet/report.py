@@ -318,6 +318,30 @@ def plot_comparison(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_validation(requests: Mapping[str, Mapping[str, NDArray[np.float64]]],
+                    counts: Mapping[str, Mapping[str, NDArray[np.float64]]], title: str, path: Path) -> None:
+    """A recorded run and its replay, by name: distributions of TTFT, TPOT and latency; requests running and waiting in time."""
+    figure = _figure(11, 6.2)
+    grid = figure.add_gridspec(2, 6)
+    panels = (("ttft", "TTFT, s", 1.0), ("tpot", "TPOT, ms", 1e3), ("latency", "latency, s", 1.0))
+    for place, (metric, text, factor) in enumerate(panels):
+        axes = figure.add_subplot(grid[0, 2 * place:2 * place + 2])
+        for index, (name, values) in enumerate(requests.items()):
+            ordered = np.sort(values[metric]) * factor
+            axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color=COLOURS[index],
+                      linestyle=STYLES[index], label=name)
+        _tidy(axes, text, "share of requests" if place == 0 else "")
+        if place == 0:
+            axes.legend(frameon=False)
+    for place, name in enumerate(("running", "waiting")):
+        axes = figure.add_subplot(grid[1, 3 * place:3 * place + 3])
+        for index, series in enumerate(counts.values()):
+            axes.step(series["t"], series[name], where="post", color=COLOURS[index], linestyle=STYLES[index], linewidth=1.0)
+        _tidy(axes, "time, s", f"requests {name}")
+    figure.suptitle(title)
+    _save(figure, path)
+
+
 def _bars(axes: Any, places: NDArray[Any], values: Sequence[float | None], factor: float, form: str, colours: Sequence[str],
           width: float = 0.65, hatch: str = "", upper: Sequence[float | None] | None = None) -> None:
     """Bars with their values above them, and above a tick at ``upper``; what is undefined has a dash and no bar."""
