@@ -1,0 +1,135 @@
+"""Named KV blocks: order of the free queue, shared prefixes and what a hit costs, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from bullet.errors import TraceError
+from bullet.prefix import PrefixKvCache, check_prefixes
+from bullet.state import Request
+
+
+def request(id: int, prompt: int) -> Request:
+    return Request(id, 0.0, prompt, 1.0)
+
+
+def admit(kv: PrefixKvCache, r: Request) -> int:
+    """All known tokens at once; tokens that were hit."""
+    hits = kv.hits(r)
+    assert kv.admit(r, hits, r.known_tokens, r.known_tokens)
+    kv.check()
+    return len(hits) * kv.block_tokens
+
+
+def test_blocks_come_from_the_head_and_return_last_first() -> None:
+    kv = PrefixKvCache(6)
+    a, b, c = request(0, 48), request(1, 20), request(2, 30)
+    admit(kv, a)
+    admit(kv, b)
+    assert kv.tables == {0: [1, 2, 3], 1: [4, 5]}
+    kv.free(b)
+    admit(kv, c)
+    assert kv.tables[2] == [6, 5]  # the free queue was 6, 5, 4
+    assert kv.free_blocks == 1
+
+
+def test_a_hit_stops_short_of_the_last_token() -> None:
+    kv = PrefixKvCache(8, {1: (0, 2), 2: (0, 2), 3: (0, 2)})
+    admit(kv, request(0, 40))
+    assert admit(kv, request(1, 32)) == 16  # both blocks are cached; the second holds its last token
+    assert admit(kv, request(2, 33)) == 32
+    assert kv.tables[2][:2] == kv.tables[0][:2] == [1, 2]
+    # 3 blocks of request 0, 1 new of request 1, 1 new of request 2
+    assert kv.used_blocks == 5
+
+
+def test_blocks_past_the_shared_ones_are_ones_own() -> None:
+    kv = PrefixKvCache(8, {1: (0, 1)})
+    admit(kv, request(0, 64))
+    assert admit(kv, request(1, 64)) == 16
+    assert kv.key(1, 0) == (0, 0)
+    assert kv.key(1, 1) == (1, 1)
+
+
+def test_a_donor_may_have_inherited() -> None:
+    kv = PrefixKvCache(20, {1: (0, 1), 2: (1, 3)})
+    assert [kv.key(2, i) for i in range(4)] == [(0, 0), (1, 1), (1, 2), (2, 3)]
+    admit(kv, request(0, 64))
+    assert admit(kv, request(2, 64)) == 16  # request 1 never came: of its three blocks only request 0's is there
+
+
+def test_a_hit_on_a_free_block_costs_capacity_and_one_on_a_held_block_does_not() -> None:
+    kv = PrefixKvCache(4, {1: (0, 2), 2: (0, 2)})
+    a, b, c = request(0, 33), request(1, 49), request(2, 81)
+    admit(kv, a)
+    assert kv.cost(kv.hits(b), 49) == 2  # 4 blocks, 2 of them held by a
+    assert not kv.admit(b, kv.hits(b), 49, 49)  # 1 is free
+    assert 1 not in kv.tables
+    kv.free(a)
+    assert kv.cost(kv.hits(b), 49) == 4  # the same hits, now free themselves
+    assert not kv.admit(c, kv.hits(c), 81, 81)  # 6 blocks are more than there are
+    assert admit(kv, b) == 32
+    assert kv.free_blocks == 0
+
+
+def test_ends_of_prompts_are_lost_before_their_beginnings() -> None:
+    kv = PrefixKvCache(4, {2: (0, 3)})
+    a = request(0, 49)
+    admit(kv, a)
+    kv.free(a)  # free queue: 4 (part full), 3, 2, 1
+    admit(kv, request(1, 32))  # takes 4 and 3: the third block's content is gone
+    assert kv.tables[1] == [4, 3]
+    assert kv.hits(request(2, 64)) == [1, 2]
+
+
+def test_the_same_content_twice_is_hit_where_it_is_oldest_and_survives_there_or_here() -> None:
+    kv = PrefixKvCache(4, {1: (0, 1), 2: (0, 1)})
+    a, b, c = request(0, 16), request(1, 16), request(2, 17)
+    admit(kv, a)  # block 1
+    assert admit(kv, b) == 0  # its only block holds its last token: computed again, in block 2
+    assert kv.hits(c) == [1]
+    kv.free(a)
+    admit(kv, request(3, 48))  # takes 3, 4 and 1
+    assert kv.hits(c) == [2]
+
+
+def test_full_blocks_are_cached_as_they_fill_and_only_as_far_as_tokens_are_known() -> None:
+    kv = PrefixKvCache(4, {1: (0, 2)})
+    a, b = request(0, 40), request(1, 40)
+    assert kv.admit(a, [], 20, 20)  # a first chunk of 20 tokens
+    assert kv.hits(b) == [1]
+    assert kv.extend(a, 40, 40)
+    assert kv.hits(b) == [1, 2]
+    assert kv.extend(a, 48, 48)  # with 8 tokens in flight: the third block is full, but not of known tokens
+    assert kv._entered[0] == 2
+    a.generated = 8
+    assert kv.extend(a, 49, 49)
+    assert kv._entered[0] == 3
+
+
+def test_without_caching_nothing_is_hit() -> None:
+    kv = PrefixKvCache(8, {1: (0, 2)}, caching=False)
+    admit(kv, request(0, 40))
+    assert kv.hits(request(1, 40)) == []
+
+
+def test_a_plan_leaves_the_cache_as_it_is() -> None:
+    kv = PrefixKvCache(6, {1: (0, 2)})
+    a = request(0, 40)
+    admit(kv, a)
+    kv.free(a)
+    plan = kv.copy()
+    admit(plan, request(1, 80))
+    assert plan.used_blocks == 5
+    assert kv.used_blocks == 0
+    assert kv.hits(request(1, 40)) == [1, 2]
+    kv.check()
+    assert admit(kv, request(1, 80)) == 32
+    assert kv.tables == plan.tables  # what was planned is what is carried out
+
+
+@pytest.mark.parametrize(("shared", "message"), [
+    ({1: (1, 1)}, "differ"), ({1: (7, 1)}, "among 0 to 1"), ({1: (0, 3)}, "must be 1 to 2"), ({1: (0, 0)}, "must be 1 to 2")])
+def test_impossible_sharing_is_refused(shared: dict[int, tuple[int, int]], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        check_prefixes(shared, [40, 64], "by hand")
