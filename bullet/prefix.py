@@ -145,11 +145,11 @@ class PrefixKvCache(KvCache):
 
     def extend(self, request: Request, room_tokens: int, computed_tokens: int) -> bool:
         """Room for ``room_tokens`` in all; nothing if too few blocks are free. Blocks full of known tokens are cached."""
-        table = self.tables[request.id]
-        lacking = self.blocks_for(room_tokens) - len(table)
-        if lacking > self.free_blocks:
-            return False
+        table, size = self.tables[request.id], self.block_tokens
+        lacking = -(-room_tokens // size) - len(table)
         if lacking > 0:
+            if lacking > self.free_blocks:
+                return False
             for _ in range(lacking):
                 block, _ = self._free.popitem(last=False)
                 self._forget(block)
@@ -157,12 +157,15 @@ class PrefixKvCache(KvCache):
                 table.append(block)
             self.take(lacking)
         if self.caching:
-            full = min(computed_tokens, request.known_tokens) // self.block_tokens
-            for index in range(self._entered[request.id], full):
-                key, block = self.key(request.id, index), table[index]
-                self._key[block] = key
-                self._cached[key] = (*self._cached.get(key, ()), block)
-            self._entered[request.id] = max(full, self._entered[request.id])
+            known = request.known_tokens
+            full = (computed_tokens if computed_tokens < known else known) // size
+            entered = self._entered[request.id]
+            if full > entered:  # most tokens fill no block
+                for index in range(entered, full):
+                    key, block = self.key(request.id, index), table[index]
+                    self._key[block] = key
+                    self._cached[key] = (*self._cached.get(key, ()), block)
+                self._entered[request.id] = full
         return True
 
     def free(self, request: Request) -> None:
@@ -245,25 +248,26 @@ class PagedState(SystemState):
             else:
                 self.queue.push_front(request)
         running = {request.id: request for request in self.running}
+        unknown, blocks = self.unknown, self.blocks
         served: list[tuple[Request, bool]] = []
         for request_id, new, past in step.chunks:
-            running_request = running.get(request_id)
-            if running_request is not None:
-                request = running_request
+            found = running.get(request_id)
+            if found is not None:
+                request = found
                 assert request.computed_tokens == past, f"{request}: a chunk starts at {past}"
-                fits = self.blocks.extend(request, past + new, past + new)
+                fits = blocks.extend(request, past + new, past + new)
             else:
                 request = self._take_in(request_id, now_s)
-                hits = self.blocks.hits(request)
-                assert len(hits) * self.blocks.block_tokens == past, f"{request}: {len(hits)} blocks hit, {past} tokens said"
-                fits = self.blocks.admit(request, hits, self.room(request, past + new), past + new)
+                hits = blocks.hits(request)
+                assert len(hits) * blocks.block_tokens == past, f"{request}: {len(hits)} blocks hit, {past} tokens said"
+                fits = blocks.admit(request, hits, self.room(request, past + new), past + new)
             assert fits, f"{request}: no blocks for {new} tokens after {past}"
-            assert 0 < new <= request.known_tokens + self.unknown[request.id] - past, f"{request}: {new} tokens after {past}"
+            lacking = request.known_tokens + unknown[request_id] - past - new
+            assert new > 0 <= lacking, f"{request}: {new} tokens after {past}"
             request.computed_tokens = past + new
-            gives = self.lacking(request) == 0
-            if gives:
-                self.unknown[request.id] += 1
-            served.append((request, gives))
+            if lacking == 0:
+                unknown[request_id] += 1
+            served.append((request, lacking == 0))
         assert served, f"{step}: an empty batch"
         self.in_flight[HYBRID] = InFlight(step, now_s)
         return served

@@ -177,17 +177,22 @@ class Vllm:
 
         One whose last token is in flight is due nothing.
         """
-        kv, ending = state.blocks, state.ending
+        tables, size, ending, unknown = state.blocks.tables, state.blocks.block_tokens, state.ending, state.unknown
         budget, growth = self.budget_tokens, 0
         due: list[Chunk] = []
         for request in state.running:
             if budget == 0:
                 break
-            if request.id in ending:
+            number, computed = request.id, request.computed_tokens
+            if number in ending:
                 continue
-            new = min(state.lacking(request), budget)
-            due.append(Chunk(request.id, new, request.computed_tokens))
-            growth += max(0, kv.blocks_for(request.computed_tokens + new) - len(kv.tables[request.id]))
+            new = request.known_tokens + unknown[number] - computed
+            if new > budget:
+                new = budget
+            due.append(Chunk(number, new, computed))
+            lacking = -(-(computed + new) // size) - len(tables[number])
+            if lacking > 0:
+                growth += lacking
             budget -= new
         return due, growth, budget
 
