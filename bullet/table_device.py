@@ -288,8 +288,24 @@ def tables_from_rows(rows: Sequence[Mapping[str, Any]], source: str, where: str)
     grid = np.full([len(axis) for axis in axes], np.nan)
     for point, seconds in points.items():
         grid[tuple(int(np.searchsorted(axis, x)) for axis, x in zip(axes, point, strict=True))] = seconds
-    return KernelTables(source, {k: _curve(v) for k, v in curves["tokens"].items()},
-                        {k: _curve(v) for k, v in curves["sequences"].items()}, axes, grid)
+    dense, head = ({k: _curve(v) for k, v in curves[axis].items()} for axis in ("tokens", "sequences"))
+    for kernel, (counts, times) in (dense | head).items():
+        _require_steady(times, (counts,), f"{where}: {kernel}")
+    _require_steady(grid, axes, f"{where}: attention")
+    return KernelTables(source, dense, head, axes, grid)
+
+
+def _require_steady(seconds: NDArray[np.float64], axes: Sequence[NDArray[np.float64]], what: str) -> None:
+    """Refuse a value in other units than its neighbours': a hundred times off along some axis."""
+    for dimension in range(seconds.ndim):
+        steps = np.diff(np.log(seconds), axis=dimension)
+        wrong = np.argwhere(np.abs(steps) > math.log(100))
+        if len(wrong):
+            here = [int(i) for i in wrong[0]]
+            there = here.copy()
+            there[dimension] += 1
+            at = [f"{seconds[tuple(i)]:g} s at {tuple(float(x[j]) for x, j in zip(axes, i, strict=True))}" for i in (here, there)]
+            raise ProfileError(f"{what}: {' but '.join(at)}: neighbours a hundred times apart, are all values in seconds?")
 
 
 def _curve(points: Mapping[float, float]) -> Curve:

@@ -111,6 +111,8 @@ def test_the_lower_rim_is_clamped_and_counted():
     (lambda rows: rows.append(row("mystery", US, tokens=1)), "mystery"),
     (lambda rows: rows.append(row("qkv_proj", US, tokens=-4)), "whole numbers"),
     (lambda rows: rows.clear(), "needs 2 rows"),
+    (lambda rows: rows.append(row("qkv_proj", 3e-3, tokens=7)), r"qkv_proj: .*\(7.0,\).*hundred times apart"),
+    (lambda rows: rows.append(row("attention", 0.5, attention=(0, 0, 1, 64))), "attention: .*hundred times apart"),
 ])
 def test_bad_rows_are_refused_by_name(change, message):
     rows = small_rows()

@@ -19,6 +19,7 @@ import simpy
 
 from bullet.config import RunConfig
 from bullet.device import DeviceModel, StepWork
+from bullet.errors import ConfigError
 from bullet.policies.base import Policy
 from bullet.prefix import PagedState, Paging, PrefixKvCache, check_prefixes
 from bullet.sim.driver import Simulation
@@ -44,8 +45,10 @@ class PagedSimulation(Simulation):
     def __init__(self, config: RunConfig, workload: Workload, device: DeviceModel, policy: Policy, splits: SplitTable,
                  kv_blocks: int, sink: Any, **options: Any) -> None:
         super().__init__(config, workload, device, policy, splits, kv_blocks, sink, **options)
-        assert not self.two_lanes, f"{config.policy.name}: named blocks are for one lane"
-        paging: Paging = policy.paging  # type: ignore[attr-defined]
+        paging = getattr(policy, "paging", None)
+        if self.two_lanes or not isinstance(paging, Paging):
+            raise ConfigError(f"policy {config.policy.name!r}: paging = {paging!r}: must be a bullet.prefix.Paging, and lanes "
+                              "('hybrid',)")
         shared = workload.shared_prefix or {}
         check_prefixes(shared, self.prompts, workload.name)
         blocks = PrefixKvCache(kv_blocks, shared, caching=paging.prefix_cache)

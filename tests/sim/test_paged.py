@@ -133,6 +133,13 @@ def test_options_are_checked() -> None:
             play([(0.0, 10, 1)], 4, **{name: value})
 
 
+def test_paging_is_for_one_lane() -> None:
+    policy = Vllm(PolicyContext(MODELS["llama-3.1-8b"], GPUS["a100-80gb"], SplitTable.every(108), 0.2), 256)
+    policy.paging = (True, False)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"must be a bullet\.prefix\.Paging"):
+        worlds.run_with(policy, [(0.0, 10, 1)])
+
+
 def random_rows(seed: int, count: int = 60) -> list[tuple[float, int, int]]:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(0.05, count))
