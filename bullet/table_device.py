@@ -107,16 +107,17 @@ class TableDevice(DeviceModel):
         return self.hybrid_work((), num_seqs, context_tokens, logits_seqs=num_seqs)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
-                    logits_seqs: int) -> Any:
-        """One lock-step batch. A piece of one token is, to the kernel, a decode."""
+                    logits_seqs: int, layers: int | None = None) -> Any:
+        """One lock-step batch, all layers unless said. A piece of one token is, to the kernel, a decode."""
         long = [piece for piece in pieces if piece[0] > 1]
         for new, past in pieces:
             if new == 1:
                 num_seqs += 1
                 context_tokens += past + 1
         tokens = num_seqs + sum(new for new, _ in long)
-        return TableWork(self._dense_seconds(tokens) + self._attention_seconds(long, num_seqs, context_tokens - num_seqs)
-                         + self._head_seconds(logits_seqs) + self.host_gap_s)
+        seconds = self._dense_seconds(tokens) + self._attention_seconds(long, num_seqs, context_tokens - num_seqs)
+        share = 1.0 if layers is None else layers / self.model.num_layers
+        return TableWork(share * seconds + self._head_seconds(logits_seqs) + share * self.host_gap_s)
 
     # ---- tables ----------------------------------------------------------------------------------
 
