@@ -168,7 +168,7 @@ class Simulation:
         self.reconfigure_s = config.device.reconfigure_s
         self.custom = is_custom(config.policy.name)
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
-        self._callbacks = [self._boundary]
+        self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
         self._launch = self._launch_guarded if self.custom else self._begin
         self.split_changes = 0
         self.steps_ended = 0
@@ -328,17 +328,17 @@ class Simulation:
         lane.wait_until_s = INFINITY
         if self.two_lanes and (decision.published is not None or decision.target is not None):
             self._publish(lane, decision.published, decision.target, now)
-        if type(decision) is lane.step_type:
-            return decision
-        if not isinstance(decision, Wait):
+        if isinstance(decision, Wait):
+            if decision.until_s is not None:
+                if decision.until_s <= now:
+                    raise NoProgressError(self._stuck(f"{lane.name} asked to wait until {decision.until_s}, already past"))
+                lane.wait_until_s = decision.until_s
+                self._guard_waits(lane.name)
+            return None
+        if type(decision) is not lane.step_type:
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane.name} was answered {decision!r}: "
                               f"must be a {lane.step_type.__name__} or a Wait")
-        if decision.until_s is not None:
-            if decision.until_s <= now:
-                raise NoProgressError(self._stuck(f"{lane.name} asked to wait until {decision.until_s}, already past"))
-            lane.wait_until_s = decision.until_s
-            self._guard_waits(lane.name)
-        return None
+        return decision
 
     def _publish(self, lane: _Lane, published: Published | None, target: Partition | None, now: float) -> None:
         number = self.decisions
