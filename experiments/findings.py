@@ -1,4 +1,4 @@
-"""What others claim of these policies, asked of ours: ``python experiments/findings.py [--seeds 3] [--num-requests 1000]``.
+"""What others claim of these policies, asked of ours: ``python experiments/findings.py [--seeds 3] [--tables 123456]``.
 
 Llama-3.1-8B on one simulated A100, the 13 points of Fig. 15 (rates x traces). Each table answers one question: the paper's
 Fig. 22 (static splits) and Fig. 23 (what each part of the scheduler brings), and how far results rest on what nobody has
@@ -73,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-requests", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tables", default="123456", help="which of the six tables to print")
     args = parser.parse_args()
     run = Runs(args.num_requests, args.seeds)
     print(f"source = simulated, A100-80GB fitted device, Llama-3.1-8B, {args.num_requests} requests, "
@@ -82,65 +83,72 @@ def main() -> int:
         names = {k.replace("__", "."): v for k, v in overrides.items()}
         return lambda point: format(run(policy, point, names)[key], form)
 
-    table("1. attainment: is floor and cap enough? (the letter of Algorithm 1 beside our reading)",
-          {p: cell("attainment", ".3f", p) for p in ("bullet", "bullet-literal")})
-    table("   longest decode step, ms (TPOT SLO: 150 / 200 / 175)",
-          {p: cell("max_step_ms", ".0f", p) for p in ("bullet", "bullet-literal")})
-    table("   mean TPOT, ms", {p: cell("tpot_ms", ".0f", p) for p in ("bullet", "bullet-literal", *CHUNKED)})
+    if "1" in args.tables:
+        table("1. attainment: is floor and cap enough? (the letter of Algorithm 1 beside our reading)",
+              {p: cell("attainment", ".3f", p) for p in ("bullet", "bullet-literal")})
+        table("   longest decode step, ms (TPOT SLO: 150 / 200 / 175)",
+              {p: cell("max_step_ms", ".0f", p) for p in ("bullet", "bullet-literal")})
+        table("   mean TPOT, ms", {p: cell("tpot_ms", ".0f", p) for p in ("bullet", "bullet-literal", *CHUNKED)})
 
-    table("2. attainment of static splits (prefill SMs fixed, tails free; Fig. 22)",
-          {p: cell("attainment", ".3f", p) for p in (*STATIC, "bullet")})
+    if "2" in args.tables:
+        table("2. attainment of static splits (prefill SMs fixed, tails free; Fig. 22)",
+              {p: cell("attainment", ".3f", p) for p in (*STATIC, "bullet")})
 
-    def best(point: tuple[str, float]) -> str:
-        split = max(STATIC, key=lambda p: run(p, point)["attainment"])
-        return f"{run('bullet', point)['attainment'] - run(split, point)['attainment']:+.3f}"
+        def best(point: tuple[str, float]) -> str:
+            split = max(STATIC, key=lambda p: run(p, point)["attainment"])
+            return f"{run('bullet', point)['attainment'] - run(split, point)['attainment']:+.3f}"
 
-    def best_fixed(point: tuple[str, float]) -> str:
-        fixed = max(run("bullet", point, {FIXED: d})["attainment"] for d in DECODE_SMS)
-        return f"{fixed - run('bullet', point)['attainment']:+.3f}"
+        def best_fixed(point: tuple[str, float]) -> str:
+            fixed = max(run("bullet", point, {FIXED: d})["attainment"] for d in DECODE_SMS)
+            return f"{fixed - run('bullet', point)['attainment']:+.3f}"
 
-    table("   attainment of bullet with its split fixed (sorted queue, batches, hand-over as in bullet)",
-          {f"bullet, {108 - d} / {d}": cell("attainment", ".3f", "bullet", **{FIXED.replace(".", "__"): d})
-           for d in DECODE_SMS})
-    table("   the best fixed split of each point less bullet", {"fixed less adaptive": best_fixed})
-    table("   bullet less the best static split of each point", {"gain": best})
-    one = max(STATIC, key=lambda p: sum(run(p, point)["attainment"] for point in POINTS))
-    table(f"   bullet less {one}, the best on average",
-          {"gain": lambda point: f"{run('bullet', point)['attainment'] - run(one, point)['attainment']:+.3f}"})
+        table("   attainment of bullet with its split fixed (sorted queue, batches, hand-over as in bullet)",
+              {f"bullet, {108 - d} / {d}": cell("attainment", ".3f", "bullet", **{FIXED.replace(".", "__"): d})
+               for d in DECODE_SMS})
+        table("   the best fixed split of each point less bullet", {"fixed less adaptive": best_fixed})
+        table("   bullet less the best static split of each point", {"gain": best})
+        one = max(STATIC, key=lambda p: sum(run(p, point)["attainment"] for point in POINTS))
+        table(f"   bullet less {one}, the best on average",
+              {"gain": lambda point: f"{run('bullet', point)['attainment'] - run(one, point)['attainment']:+.3f}"})
 
-    table("3. mean TTFT of chunked systems over bullet's",
-          {p: lambda point, p=p: f"{run(p, point)['ttft_s'] / run('bullet', point)['ttft_s']:.1f}" for p in CHUNKED})
+    if "3" in args.tables:
+        table("3. mean TTFT of chunked systems over bullet's",
+              {p: lambda point, p=p: f"{run(p, point)['ttft_s'] / run('bullet', point)['ttft_s']:.1f}" for p in CHUNKED})
 
-    table("4. hand-over and delayed decode: attainment",
-          {"bullet": cell("attainment", ".3f", "bullet"),
-           "hand-over off": cell("attainment", ".3f", "bullet", policy__options__hand_over="off"),
-           "delayed decode off": cell("attainment", ".3f", "bullet", policy__options__delayed_decode=False),
-           "fcfs": cell("attainment", ".3f", "bullet", policy__options__order="fcfs")})
+    if "4" in args.tables:
+        table("4. hand-over and delayed decode: attainment",
+              {"bullet": cell("attainment", ".3f", "bullet"),
+               "hand-over off": cell("attainment", ".3f", "bullet", policy__options__hand_over="off"),
+               "delayed decode off": cell("attainment", ".3f", "bullet", policy__options__delayed_decode=False),
+               "fcfs": cell("attainment", ".3f", "bullet", policy__options__order="fcfs")})
 
-    few = [("azure-code", 5.0), ("arxiv", 0.7), ("sharegpt", 15.0)]
-    for share in SHARES:
-        table(f"5. prefill takes {share:g} of shared SMs (assumed): mean TTFT s / mean TPOT ms / attainment (Fig. 23)",
-              {name: lambda point, p=policy, o=options, s=share: "{ttft_s:.2f} / {tpot_ms:.0f} / {attainment:.3f}".format(
-                  **run(p, point, {**o, "device.shared_prefill_share": s}))
-               for name, (policy, options) in PARTS.items()}
-              | {"static-96": lambda point, s=share: "{ttft_s:.2f} / {tpot_ms:.0f} / {attainment:.3f}".format(
-                  **run("static-96", point, {"device.shared_prefill_share": s}))}, few, 24)
+    if "5" in args.tables:
+        few = [("azure-code", 5.0), ("arxiv", 0.7), ("sharegpt", 15.0)]
+        for share in SHARES:
+            table(f"5. prefill takes {share:g} of shared SMs (assumed): mean TTFT s / mean TPOT ms / attainment (Fig. 23)",
+                  {name: lambda point, p=policy, o=options, s=share: "{ttft_s:.2f} / {tpot_ms:.0f} / {attainment:.3f}".format(
+                      **run(p, point, {**o, "device.shared_prefill_share": s}))
+                   for name, (policy, options) in PARTS.items()}
+                  | {"static-96": lambda point, s=share: "{ttft_s:.2f} / {tpot_ms:.0f} / {attainment:.3f}".format(
+                      **run("static-96", point, {"device.shared_prefill_share": s}))}, few, 24)
 
-    high = [("sharegpt", 15.0), ("sharegpt", 20.0), ("azure-code", 5.5), ("arxiv", 0.8), ("arxiv", 0.9)]
-    table("6. attainment of bullet against what is uncertain", {
-        "as is": cell("attainment", ".3f", "bullet"),
-        "estimator 20 % high": cell("attainment", ".3f", "bullet", policy__estimator_error=1.2, policy__recalibrate=False),
-        "estimator 20 % low": cell("attainment", ".3f", "bullet", policy__estimator_error=0.8, policy__recalibrate=False),
-        "srm-blind": cell("attainment", ".3f", "bullet", policy__estimator="srm-blind"),
-        "oracle": cell("attainment", ".3f", "bullet", policy__estimator="oracle"),
-        "contention loss 0": cell("attainment", ".3f", "bullet", device__contention_scale=0.0),
-        "contention loss 0.4": cell("attainment", ".3f", "bullet", device__contention_scale=2.0),
-        "L_step 1": cell("attainment", ".3f", "bullet", policy__options__layers_per_step=1),
-        "L_step 8": cell("attainment", ".3f", "bullet", policy__options__layers_per_step=8),
-        "decode floor 2 SMs": cell("attainment", ".3f", "bullet", policy__options__decode_floor=2 / 108),
-        "decode floor 24 SMs": cell("attainment", ".3f", "bullet", policy__options__decode_floor=24 / 108),
-        "naive": cell("attainment", ".3f", "naive"),
-    }, high)
+    if "6" in args.tables:
+        high = [("sharegpt", 15.0), ("sharegpt", 20.0), ("azure-code", 5.5), ("arxiv", 0.8), ("arxiv", 0.9)]
+        table("6. attainment of bullet against what is uncertain", {
+            "as is": cell("attainment", ".3f", "bullet"),
+            "estimator 20 % high": cell("attainment", ".3f", "bullet", policy__estimator_error=1.2, policy__recalibrate=False),
+            "estimator 20 % low": cell("attainment", ".3f", "bullet", policy__estimator_error=0.8, policy__recalibrate=False),
+            "srm-blind": cell("attainment", ".3f", "bullet", policy__estimator="srm-blind"),
+            "oracle": cell("attainment", ".3f", "bullet", policy__estimator="oracle"),
+            "contention loss 0": cell("attainment", ".3f", "bullet", device__contention_scale=0.0),
+            "contention loss 0.4": cell("attainment", ".3f", "bullet", device__contention_scale=2.0),
+            "L_step 1": cell("attainment", ".3f", "bullet", policy__options__layers_per_step=1),
+            "L_step 8": cell("attainment", ".3f", "bullet", policy__options__layers_per_step=8),
+            "decode floor 2 SMs": cell("attainment", ".3f", "bullet", policy__options__decode_floor=2 / 108),
+            "decode floor 24 SMs": cell("attainment", ".3f", "bullet", policy__options__decode_floor=24 / 108),
+            "naive": cell("attainment", ".3f", "naive"),
+        }, high)
+
     return 0
 
 
