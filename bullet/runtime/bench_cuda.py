@@ -646,6 +646,10 @@ class CardReader:
         return [f"pid {f[0]} ({f[1]})" for f in self._query("--query-compute-apps=pid,process_name")
                 if len(f) == 2 and f[0] != str(os.getpid())]
 
+    def forget(self) -> None:
+        """The next answers are fresh."""
+        self._kept.clear()
+
     def _query(self, what: str) -> list[list[str]]:
         until_s, answer = self._kept.get(what, (float("-inf"), []))
         began_s = self._clock()
@@ -775,6 +779,7 @@ def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: I
         kernels = None
     triton_version = getattr(importlib.import_module("triton"), "__version__", None) if kernels else None
     shop = reference.Workloads(model, device, dtype, l2_bytes=props.l2_bytes, limit_bytes=max(1 << 28, free // 32), seed=seed)
+    reader.forget()  # we are on the card now: what it says of processes has changed
     table, core_splits = choose_table(backend, props, core, extra, cuda, asked, flags=flags)
     try:
         plain = unpartitioned_table(props.num_sms, lambda priority: cuda.Stream(priority=priority))

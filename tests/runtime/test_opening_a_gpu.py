@@ -28,7 +28,8 @@ RATES = Rates(132, 6e14, 3e12)
 def machine(monkeypatch, planned_points_only):
     """``start(**options)`` sets up a machine: options of the stub driver under ``stub``, of the card, and of FakeCuda."""
 
-    def start(*, processes="", memory_error="", capability=(9, 0), stub=None, free_bytes=100 << 30, **options):
+    def start(*, processes="", memory_error="", capability=(9, 0), stub=None, free_bytes=100 << 30, alias="", **options):
+        """``alias``: our own process as nvidia-smi lists it in a container, once CUDA is initialised."""
         driver = StubDriver(**(stub or {}))
         cuda = FakeCuda(driver, **options)
         for name in ("Event", "Stream", "ExternalStream", "CUDAGraph", "stream", "synchronize", "empty_cache",
@@ -39,7 +40,12 @@ def machine(monkeypatch, planned_points_only):
         initialised: list[bool] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(initialised))
-        monkeypatch.setattr(torch.cuda, "init", lambda: initialised.append(True))
+
+        def init():
+            initialised.append(True)
+            answers["--query-compute-apps=pid,process_name"] += alias
+
+        monkeypatch.setattr(torch.cuda, "init", init)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 141 << 30))
         zeros = torch.zeros
@@ -54,9 +60,11 @@ def machine(monkeypatch, planned_points_only):
         monkeypatch.setitem(sys.modules, "bullet.kernels.probe", FakeKernels(cuda))
         monkeypatch.setattr(Driver, "load", classmethod(lambda cls: Driver(driver)))
         answers = {"--query-compute-apps=pid,process_name": processes, "--query-gpu=driver_version": "580.1"}
-        reader = bench_cuda.CardReader(command=lambda a: answers.get(a[3], "1980, 3201, 41, 300\n"), keep_s=0.0)
+        # Its clock stands still but for the tests that move it: an answer that is kept is kept for good.
+        time = SimpleNamespace(now=0.0)
+        reader = bench_cuda.CardReader(command=lambda a: answers.get(a[3], "1980, 3201, 41, 300\n"), clock=lambda: time.now)
         monkeypatch.setattr(bench_cuda.CardReader, "open", classmethod(lambda cls: reader))
-        return SimpleNamespace(driver=driver, cuda=cuda, answers=answers)
+        return SimpleNamespace(driver=driver, cuda=cuda, answers=answers, time=time)
     return start
 
 
@@ -97,17 +105,16 @@ def test_another_process_on_the_card(machine, tmp_path, capsys):
 
 
 def test_a_process_that_comes_later_is_not_confused_with_ourselves(machine, tmp_path, capsys, monkeypatch):
-    gpu = machine()
+    gpu = machine(alias="1, python\n")
     measure, calls = bench_cuda.CudaBench.measure, []
 
     def arrives(self, point):
         calls.append(point)
-        gpu.answers["--query-compute-apps=pid,process_name"] = "1, us\n" + "4711, python\n" * (len(calls) > 30)
+        gpu.time.now += 1.0
+        if len(calls) == 31:
+            gpu.answers["--query-compute-apps=pid,process_name"] += "4711, python\n"
         return measure(self, point)
 
-    load = Driver.load
-    monkeypatch.setattr(Driver, "load", classmethod(lambda cls: (
-        gpu.answers.__setitem__("--query-compute-apps=pid,process_name", "1, us\n"), load())[1]))
     monkeypatch.setattr(bench_cuda.CudaBench, "measure", arrives)
     assert "another process has come to the GPU (pid 4711 (python))" in error_of(["sweep", "--out", str(tmp_path)], capsys)
     assert len(calls) == 40  # it is seen at the next anchor
