@@ -1,0 +1,84 @@
+"""What the Triton kernels of serving share: argument checks, the interpreter's bf16, and a compile without a GPU.
+
+A kernel file holds the kernel, a wrapper that checks and launches, and a torch reference with the wrapper's signature.
+``num_sms`` bounds a grid: the SMs of the lane that the kernel is launched on, never the device's, since Triton and
+``multi_processor_count`` know only the whole device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels in this process: it decides once, when a kernel is defined."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def require(ok: bool, message: str) -> None:
+    """``ValueError`` with the message: a wrapper was called wrongly, which is our mistake and not the user's."""
+    if not ok:
+        raise ValueError(message)
+
+
+def require_tensors(kernel: str, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
+    """All of one floating dtype, with unit stride along the last axis."""
+    require(dtype in FLOATS, f"{kernel}: dtype {dtype}: must be float32, float16 or bfloat16")
+    for name, tensor in tensors.items():
+        require(tensor.dtype == dtype, f"{kernel}: {name} is {tensor.dtype}, must be {dtype} as the others")
+        require(tensor.stride(-1) == 1, f"{kernel}: {name} has stride {tensor.stride(-1)} along its last axis, must be 1")
+
+
+def require_indices(kernel: str, **tensors: torch.Tensor) -> None:
+    """Contiguous int32."""
+    for name, tensor in tensors.items():
+        require(tensor.dtype == torch.int32 and tensor.is_contiguous(),
+                f"{kernel}: {name} must be contiguous int32, is {tensor.dtype} with strides {tensor.stride()}")
+
+
+def dot_in_fp32(dtype: torch.dtype) -> bool:
+    """Whether a kernel must widen the operands of ``tl.dot``: interpreted, bf16 products are silently wrong."""
+    return interpreted() and dtype == torch.bfloat16
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value`` (at least 1)."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation to compile without a GPU: argument types by name, compile-time constants, options.
+
+    Pointers are declared divisible by 16, as torch's allocations are.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    aligned: tuple[str, ...] = field(default=())
+
+
+def compile_for(entry: Compiled, capability: int) -> Any:
+    """Compile for ``sm_<capability>`` (80, 89, 90) without a GPU; returns Triton's compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**entry.signature, **dict.fromkeys(entry.constants, "constexpr")}
+    order = list(entry.kernel.arg_names)
+    signature = {name: signature[name] for name in order}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(order)
+                  if signature[name].startswith("*") or name in entry.aligned}
+    source = ASTSource(fn=entry.kernel, signature=signature, constexprs=dict(entry.constants), attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                          options={"num_warps": entry.num_warps, "num_stages": entry.num_stages})
