@@ -19,7 +19,7 @@ CASES = sorted((HERE / "interpreted").glob("cases_*.py"))
 
 
 def test_the_cases_are_there():
-    assert {p.stem for p in CASES} >= {"cases_decode_attention"}
+    assert {p.stem for p in CASES} >= {"cases_decode_attention", "cases_prefill_attention"}
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)

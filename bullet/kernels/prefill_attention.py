@@ -1,0 +1,230 @@
+"""Prefill attention: causal, ragged, grouped heads, over a paged KV cache that already holds the new tokens.
+
+The rows of a batch's chunks lie behind one another; chunk ``b`` has ``lengths[b]`` tokens in its cache, the last
+``starts[b + 1] - starts[b]`` of them new. So a whole prompt, a chunk with a past, and a recomputation after preemption are
+one case. An item is (row tile, query head); the tiles are listed on the host, longest first, because under a causal mask
+later tiles cost more and a bounded grid takes items in turn.
+
+::
+
+    keys  |<------- past ------->|<- new ->|
+    row i sees keys 0 .. past + i          tile of rows: keys before past + first row need no mask
+
+Shapes: q and out ``(rows, H, D)``, caches ``(blocks, K, block_tokens, D)``, block tables ``(B, width)``, lengths ``(B,)``.
+
+Reference: Dao, FlashAttention-2 (2023). Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from bullet.kernels.decode_attention import gather
+from bullet.kernels.launch import (
+    Compiled,
+    dot_in_fp32,
+    power_of_two,
+    require,
+    require_indices,
+    require_tensors,
+)
+
+PROGRAMS_PER_SM = 2
+SMALL_TILE = (32, 32)
+"""Rows and keys of a tile for float32: its products take four times the shared memory and time."""
+TILE = (128, 64)
+MIN_TILE_ROWS = 16
+
+
+@triton.jit
+def _attend(acc, top, total, q, k_ptr, v_ptr, table, head_offset, begin, end, last_seen, lanes, dims, dim_mask,
+            scale_log2, cache_stride_block, cache_stride_token, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr,
+            MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """Fold keys ``begin .. end`` into the running maximum, sum and output of a tile of rows."""
+    for at in range(begin, end, TILE_KEYS):
+        keys = at + lanes
+        if MASKED:
+            key_mask = keys < end
+            block = tl.load(table + keys // PAGE, mask=key_mask, other=0).to(tl.int64)
+            mask = key_mask[:, None] & dim_mask[None, :]
+        else:
+            block = tl.load(table + keys // PAGE).to(tl.int64)
+            mask = (keys >= 0)[:, None] & dim_mask[None, :]
+        where = block * cache_stride_block + head_offset + (keys % PAGE) * cache_stride_token
+        k = tl.load(k_ptr + where[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(v_ptr + where[:, None] + dims[None, :], mask=mask, other=0.0)
+        if WIDE:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if MASKED:
+            scores = tl.where(keys[None, :] <= last_seen[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def prefill_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tables_ptr, starts_ptr, lengths_ptr, tile_seq_ptr,
+                             tile_row_ptr, scale_log2, num_tiles, num_heads, q_stride_row, q_stride_head,
+                             out_stride_row, out_stride_head, cache_stride_block, cache_stride_head,
+                             cache_stride_token, table_stride,
+                             GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+                             TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WIDE: tl.constexpr):
+    lanes = tl.arange(0, TILE_KEYS)
+    dims = tl.arange(0, DIM)
+    dim_mask = dims < HEAD_DIM
+    for item in range(tl.program_id(0), num_tiles * num_heads, tl.num_programs(0)):
+        # Heads of one tile are neighbours: those of a group read the same keys at about the same time.
+        tile = item // num_heads
+        head = item % num_heads
+        seq = tl.load(tile_seq_ptr + tile)
+        first = tl.load(tile_row_ptr + tile)
+        row_begin = tl.load(starts_ptr + seq)
+        new = tl.load(starts_ptr + seq + 1) - row_begin
+        past = tl.load(lengths_ptr + seq) - new
+        rows = first + tl.arange(0, TILE_ROWS)
+        row_mask = rows < new
+        mask = row_mask[:, None] & dim_mask[None, :]
+        at = (row_begin + rows).to(tl.int64)
+        q = tl.load(q_ptr + at[:, None] * q_stride_row + head * q_stride_head + dims[None, :], mask=mask, other=0.0)
+        if WIDE:
+            q = q.to(tl.float32)
+        table = tables_ptr + tl.cast(seq, tl.int64) * table_stride
+        head_offset = tl.cast(head // GROUP, tl.int64) * cache_stride_head
+        # Rows behind the chunk's end see what its last row sees: nothing is undefined, and they are not stored.
+        last_seen = past + tl.minimum(rows, new - 1)
+        unmasked = (past + first + 1) // TILE_KEYS * TILE_KEYS
+        end = past + tl.minimum(first + TILE_ROWS, new)
+        acc = tl.zeros((TILE_ROWS, DIM), tl.float32)
+        top = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((TILE_ROWS,), tl.float32)
+        acc, top, total = _attend(acc, top, total, q, k_ptr, v_ptr, table, head_offset, 0, unmasked, last_seen, lanes,
+                                  dims, dim_mask, scale_log2, cache_stride_block, cache_stride_token, PAGE, TILE_KEYS,
+                                  False, WIDE)
+        acc, top, total = _attend(acc, top, total, q, k_ptr, v_ptr, table, head_offset, unmasked, end, last_seen, lanes,
+                                  dims, dim_mask, scale_log2, cache_stride_block, cache_stride_token, PAGE, TILE_KEYS,
+                                  True, WIDE)
+        tl.store(out_ptr + at[:, None] * out_stride_row + head * out_stride_head + dims[None, :],
+                 (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Row tiles of one batch, int32 on the device: which chunk, and its first row within the chunk."""
+
+    tile_seq: torch.Tensor
+    tile_row: torch.Tensor
+    tile_rows: int
+
+
+def tile_sizes(dtype: torch.dtype, head_dim: int, longest: int) -> tuple[int, int]:
+    """Rows and keys of a tile; few rows take a small one."""
+    rows, keys = SMALL_TILE if dtype == torch.float32 else TILE
+    if head_dim > 128:
+        rows, keys = min(rows, 64), min(keys, 32)
+    return max(MIN_TILE_ROWS, min(rows, power_of_two(longest))), keys
+
+
+def plan(new_tokens: Sequence[int], past_tokens: Sequence[int], tile_rows: int, device: torch.device) -> Plan:
+    """List the tiles on the host, those that see most keys first."""
+    tiles = [(past + min(row + tile_rows, new), seq, row)
+             for seq, (new, past) in enumerate(zip(new_tokens, past_tokens, strict=True))
+             for row in range(0, new, tile_rows)]
+    tiles.sort(key=lambda t: (-t[0], t[1], t[2]))
+    both = torch.tensor([[t[1] for t in tiles], [t[2] for t in tiles]], dtype=torch.int32).to(device)
+    return Plan(both[0], both[1], tile_rows)
+
+
+def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+          starts: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Shapes and dtypes; values on the device are the caller's promise."""
+    name = "prefill_attention"
+    require(q.dim() == 3 and k_cache.dim() == 4, f"{name}: q must be (rows, H, D), caches (blocks, K, block_tokens, D)")
+    require_tensors(name, q.dtype, q=q, k_cache=k_cache, v_cache=v_cache)
+    require(k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride(),
+            f"{name}: k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must agree, strides too")
+    _, heads, head_dim = q.shape
+    require(k_cache.shape[3] == head_dim, f"{name}: head size {head_dim} of q, {k_cache.shape[3]} of the cache")
+    require(16 <= head_dim <= 256, f"{name}: head size {head_dim} must be 16 to 256")
+    require(heads % k_cache.shape[1] == 0, f"{name}: {heads} query heads must be a multiple of {k_cache.shape[1]} KV heads")
+    require(k_cache.shape[2] == power_of_two(k_cache.shape[2]), f"{name}: block of {k_cache.shape[2]} tokens: "
+                                                                "must be a power of two")
+    require_indices(name, block_tables=block_tables, starts=starts, lengths=lengths)
+    require(block_tables.dim() == 2 and len(block_tables) == len(lengths) == len(starts) - 1,
+            f"{name}: {len(block_tables)} block tables, {len(lengths)} lengths, {len(starts)} starts (one more)")
+
+
+def prefill_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+                      starts: torch.Tensor, lengths: torch.Tensor, plan_: Plan, *, num_sms: int,
+                      scale: float | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Attend each row to its chunk's cached tokens up to itself; ``plan_`` from :func:`plan` for the same chunks."""
+    check(q, k_cache, v_cache, block_tables, starts, lengths)
+    require(num_sms > 0, f"prefill_attention: num_sms = {num_sms} must be positive")
+    heads, head_dim = q.shape[1:]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    require(out.shape == q.shape and out.dtype == q.dtype and out.stride(-1) == 1,
+            f"prefill_attention: out {tuple(out.shape)} {out.dtype} must be as q {tuple(q.shape)} {q.dtype}")
+    tiles = len(plan_.tile_seq)
+    if not tiles:
+        return out
+    scale = head_dim**-0.5 if scale is None else scale
+    wide = dot_in_fp32(q.dtype)
+    tile_keys = tile_sizes(q.dtype, head_dim, plan_.tile_rows)[1]
+    prefill_attention_kernel[(min(tiles * heads, num_sms * PROGRAMS_PER_SM),)](
+        q, k_cache, v_cache, out, block_tables, starts, lengths, plan_.tile_seq, plan_.tile_row,
+        scale * math.log2(math.e), tiles, heads, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        *k_cache.stride()[:3], block_tables.stride(0), GROUP=heads // k_cache.shape[1], HEAD_DIM=head_dim,
+        DIM=power_of_two(head_dim), PAGE=k_cache.shape[2], TILE_ROWS=plan_.tile_rows, TILE_KEYS=tile_keys, WIDE=wide,
+        num_warps=8 if plan_.tile_rows == 128 else 4, num_stages=2)
+    return out
+
+
+def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                                block_tables: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, *,
+                                scale: float | None = None) -> torch.Tensor:
+    """The same in torch, in float32, one chunk after another."""
+    check(q, k_cache, v_cache, block_tables, starts, lengths)
+    heads, head_dim = q.shape[1:]
+    scale = head_dim**-0.5 if scale is None else scale
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    bounds = starts.tolist()
+    for i, tokens in enumerate(lengths.tolist()):
+        begin, end = bounds[i], bounds[i + 1]
+        if begin == end:
+            continue
+        k = gather(k_cache, block_tables[i], tokens).float()[:, None]  # (K, 1, tokens, D)
+        v = gather(v_cache, block_tables[i], tokens).float()[:, None]
+        rows = q[begin:end].float().view(end - begin, k.shape[0], -1, head_dim).permute(1, 2, 0, 3)  # (K, G, rows, D)
+        seen = torch.ones(end - begin, tokens, dtype=torch.bool, device=q.device).tril(tokens - (end - begin))
+        scores = (rows @ k.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))
+        attended = torch.softmax(scores, -1) @ v
+        out[begin:end] = attended.permute(2, 0, 1, 3).reshape(end - begin, heads, head_dim).to(q.dtype)
+    return out
+
+
+def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int) -> dict[str, Compiled]:
+    rows, keys = tile_sizes(torch_dtype, head_dim, 4096)
+    pointers = {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")}
+    indices = {f"{n}_ptr": "*i32" for n in ("tables", "starts", "lengths", "tile_seq", "tile_row")}
+    strides = ("q_stride_row", "q_stride_head", "out_stride_row", "out_stride_head", "cache_stride_block",
+               "cache_stride_head", "cache_stride_token")
+    scalars = dict.fromkeys(("num_tiles", "num_heads", "table_stride", *strides), "i32")
+    return {f"prefill_attention_{dtype}_g{group}_d{head_dim}": Compiled(
+        prefill_attention_kernel, {**pointers, **indices, **scalars, "scale_log2": "fp32"},
+        {"GROUP": group, "HEAD_DIM": head_dim, "DIM": power_of_two(head_dim), "PAGE": 16, "TILE_ROWS": rows,
+         "TILE_KEYS": keys, "WIDE": False}, num_warps=8 if rows == 128 else 4, num_stages=2, aligned=strides)}
+
+
+COMPILED: dict[str, Compiled] = {**_compiled("bf16", torch.bfloat16, 4, 128), **_compiled("fp16", torch.float16, 8, 64),
+                                 **_compiled("fp32", torch.float32, 1, 80)}
