@@ -40,7 +40,8 @@ from bullet.kernels.launch import (
 
 BLOCK_TOKENS_READ = 64
 """Keys of one tile of the product; split sizes are multiples of it."""
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 3
+"""As many as fit by registers (168 of 128 threads, head size 128); each has two tiles of K or V under way."""
 ITEMS_PER_PROGRAM = 4
 """Items that the plan aims at, for each program of the grid: enough that unequal ones even out."""
 MIN_SPLIT_TOKENS = 128
