@@ -126,7 +126,7 @@ def rope_reference(qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     """The same in torch, in float32."""
     heads = check(qkv, k_cache, v_cache, cos, sin, positions, slots, q_weight, k_weight)
     kv_heads, page, head_dim = k_cache.shape[1:]
-    q, k, v = qkv.view(len(qkv), -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+    q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], 1)
     c, s = cos[positions][:, None], sin[positions][:, None]
 
     def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from bullet.kernels.launch import compile_for, interpreted  # noqa: E402
+from bullet.kernels.launch import compile_for, interpreted
 
 FILES = ("decode_attention", "prefill_attention", "norm", "rope", "activation")
 ENTRIES = {name: entry for file in FILES
