@@ -34,6 +34,10 @@ class PartitionError(BulletError):
     """A split of the SMs that the device or the mechanism cannot grant."""
 
 
+class EngineError(BulletError):
+    """Weights that cannot be read, a model or cache that does not fit, or a device that failed under the engine."""
+
+
 class ResultsError(BulletError):
     """A results folder that exists already, cannot be written, or cannot be read."""
 
