@@ -142,27 +142,29 @@ def kv_blocks_that_fit(arch: Architecture, free_bytes: int, reserve_bytes: int, 
 
 
 class Engine:
-    """See the module's text. ``max_tokens``: longest sequence, prompt and output together."""
+    """See the module's text. ``max_tokens``: longest sequence, prompt and output together; ``cuda``: a test's stand-in
+    for ``torch.cuda``, which is taken where the device is a GPU."""
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops, *, kv_blocks: int, max_tokens: int,
                  device: torch.device | str = "cpu", block_tokens: int = KV_BLOCK_TOKENS,
-                 buckets: Sequence[int] = BUCKETS) -> None:
+                 buckets: Sequence[int] = BUCKETS, cuda: Any = None) -> None:
         spec = arch.spec
         if max_tokens > spec.context_tokens:
             raise EngineError(f"longest sequence of {max_tokens} tokens: {spec.name} is made for {spec.context_tokens}")
         if kv_blocks < 1 or block_tokens < 1 or block_tokens & (block_tokens - 1):
             raise EngineError(f"KV cache of {kv_blocks} blocks of {block_tokens} tokens: at least one block, a power of two long")
         self.arch, self.ops, self.device = arch, ops, torch.device(device)
+        self._cuda = torch.cuda if cuda is None and self.device.type == "cuda" else cuda
         self.block_tokens, self.max_tokens = block_tokens, max_tokens
         self.table_width = -(-max_tokens // block_tokens)
         self.buckets = tuple(sorted(buckets))
-        self.pool = BlockPool(kv_blocks)
         self.sequences: dict[int, Tracked] = {}
         self._outstanding: dict[str, bool] = {"prefill": False, "decode": False}
         shape = (spec.num_layers, 2, kv_blocks, spec.num_kv_heads, block_tokens, spec.head_dim)
         with self.guard("allocating the KV cache"):
             self.kv = torch.empty(shape, dtype=arch.dtype, device=self.device)
             self.model = Model(arch, weights, ops, max_tokens, self.device)
+        self.pool = BlockPool(kv_blocks)
         self._graphs: dict[tuple[int, int], Any] = {}
         self._pools: dict[int, Any] = {}
         self._static: _DecodeBuffers | None = None
@@ -336,29 +338,31 @@ class Engine:
         A first eager run on the lane's stream compiles kernels and makes cuBLAS's workspace there; the capture itself
         names the stream, since a graph's kernels keep the SMs of the stream that they were captured on.
         """
-        if self.device.type != "cuda" or not self.ops.fused:
-            raise EngineError("CUDA graphs need a GPU and kernels = triton: on a CPU decode runs eagerly")
+        cuda = self._cuda
+        if cuda is None or (self.device.type == "cuda" and not self.ops.fused):
+            raise EngineError("CUDA graphs need a GPU and kernels = triton: elsewhere decode runs eagerly")
+        assert not any(self._outstanding.values()), "capture before serving"
         self._static = self._static or _DecodeBuffers(self.buckets[-1], self.table_width, self.device)
         with self.guard("capturing decode graphs"):
-            torch.cuda.synchronize(self.device)
+            cuda.synchronize()
             for lane in lanes:
                 for bucket in reversed(self.buckets):  # the largest first: smaller ones fit into its memory
                     self._graphs[id(lane.stream), bucket] = self._capture_one(lane, bucket)
-            torch.cuda.synchronize(self.device)
+            cuda.synchronize()
         return len(self._graphs)
 
     def _capture_one(self, lane: Lane, bucket: int) -> Any:
         assert self._static is not None
-        static, stream = self._static, lane.stream
-        static.fill((), bucket, self)
-        with torch.cuda.stream(stream):
-            static.next_tokens[:bucket] = self._decode_forward(static.batch(bucket), lane.sms).argmax(-1)
+        static, stream, cuda = self._static, lane.stream, self._cuda
+        with cuda.stream(stream):
+            static.fill((), bucket, self)
+            self._decode_static(static, bucket, lane.sms)
             stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
+            graph = cuda.CUDAGraph()
             pool = self._pools.get(id(stream))
             graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
             try:
-                static.next_tokens[:bucket] = self._decode_forward(static.batch(bucket), lane.sms).argmax(-1)
+                self._decode_static(static, bucket, lane.sms)
             except BaseException:
                 with suppress(RuntimeError):  # the capture is void; the first error is the one to report
                     graph.capture_end()
@@ -366,6 +370,10 @@ class Engine:
             graph.capture_end()
         self._pools.setdefault(id(stream), graph.pool())
         return graph
+
+    def _decode_static(self, static: _DecodeBuffers, bucket: int, num_sms: int) -> None:
+        """What a graph holds: fixed inputs to fixed outputs."""
+        static.next_tokens[:bucket] = self._decode_forward(static.batch(bucket), num_sms).argmax(-1)
 
     def close(self) -> None:
         """Release graphs before the lanes' streams go (register it with ``PartitionTable.before_close``)."""
@@ -399,7 +407,7 @@ class Engine:
             yield
         except RuntimeError as exc:
             message = " ".join(str(exc).split())[:160]
-            if "out of memory" in message.lower() or "not enough memory" in message.lower():
+            if any(sign in message.lower() for sign in ("out of memory", "not enough memory", "can't allocate memory")):
                 raise EngineError(f"{what}: out of memory on {self.device} ({message}): lower the KV cache, the batch or the "
                                   "number of splits, or end other processes on it") from None
             if self.device.type != "cuda":
@@ -408,18 +416,18 @@ class Engine:
                               "CUDA_LAUNCH_BLOCKING=1 to see which kernel it was") from None
 
     def _on(self, lane: Lane) -> Any:
-        return torch.cuda.stream(lane.stream) if self.device.type == "cuda" else nullcontext()
+        return nullcontext() if self._cuda is None else self._cuda.stream(lane.stream)
 
     def _wait_for(self, ids: Sequence[int], lane: Lane) -> None:
         # The other lane's last work on these sequences: their keys and values must be there.
-        if self.device.type == "cuda":
+        if self._cuda is not None:
             for event in {id(e): e for i in ids if (e := self.sequences[i].last_event) is not None}.values():
                 lane.stream.wait_event(event)
 
     def _start_event(self, lane: Lane) -> tuple[Any, Any] | None:
-        if self.device.type != "cuda":
+        if self._cuda is None:
             return None
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
         events[0].record(lane.stream)
         return events
 
@@ -446,7 +454,8 @@ class _DecodeBuffers:
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         def both(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            return torch.zeros(shape, dtype=dtype, pin_memory=True), torch.zeros(shape, dtype=dtype, device=device)
+            host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+            return host, torch.zeros(shape, dtype=dtype, device=device)
 
         self.pairs = {"tokens": both(rows, dtype=torch.int64), "positions": both(rows, dtype=torch.int64),
                       "slots": both(rows, dtype=torch.int64), "lengths": both(rows, dtype=torch.int32),

@@ -1,0 +1,250 @@
+"""The engine's own duties: blocks, launches, graphs on the right streams, what it refuses; no GPU, no transformers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from fake_cuda import FakeCuda  # noqa: E402
+from stub_driver import StubDriver  # noqa: E402
+
+from bullet.config import ModelSpec  # noqa: E402
+from bullet.errors import ConfigError, EngineError  # noqa: E402
+from bullet.runtime import engine as engine_module  # noqa: E402
+from bullet.runtime.engine import BlockPool, Engine, kv_block_bytes, kv_blocks_that_fit  # noqa: E402
+from bullet.runtime.model import Architecture, Ops  # noqa: E402
+from bullet.runtime.partition import Lane  # noqa: E402
+from bullet.runtime.weights import random_weights  # noqa: E402
+from bullet.state import Chunk  # noqa: E402
+
+CPU = torch.device("cpu")
+TINY = ModelSpec("tiny-test", 3, 32, 48, 4, 2, 16, 61, 512)
+
+
+def make(spec=TINY, kv_blocks=20, max_tokens=128, ops=None, seed=3, **options):
+    arch = Architecture.of(spec, torch.float32)
+    engine = Engine(arch, random_weights(arch, seed, CPU), ops or Ops("torch"), kv_blocks=kv_blocks, max_tokens=max_tokens,
+                    **options)
+    engine.kv.fill_(float("nan"))
+    return engine
+
+
+def prompt(length, seed=0):
+    return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prefill(engine, *ids, lane=engine_module.CPU_LANE):
+    run = engine.start_prefill([Chunk(i, len(engine.sequences[i].tokens), 0) for i in ids], lane)
+    return engine.run_layers(run, 3, lane).finish()
+
+
+# ------------------------------------------------------------------------------------- blocks and sequences
+
+
+def test_blocks_are_taken_at_admission_and_at_a_blocks_edge():
+    engine = make()
+    engine.add(7, prompt(31))
+    assert len(engine.pool.free) == 20
+    run = engine.start_prefill([Chunk(7, 20, 0)])
+    assert len(engine.sequences[7].blocks) == 2  # all 31 tokens, though the chunk has 20
+    assert engine.run_layers(run, 3).finish() == {}
+    run = engine.start_prefill([Chunk(7, 11, 20)])
+    assert len(engine.sequences[7].blocks) == 2
+    (token,) = engine.run_layers(run, 3).finish().values()
+    assert engine.sequences[7].generated == [token]
+    blocks = []
+    for _ in range(3):  # the 31st to 33rd tokens behind the cache: positions 31, 32, 33
+        engine.decode([7]).finish()
+        blocks.append(len(engine.sequences[7].blocks))
+    assert blocks == [2, 3, 3]
+    engine.check()
+    assert len(engine.remove(7)) == 4
+    assert len(engine.pool.free) == 20
+
+
+def test_the_pool_counts():
+    pool = BlockPool(3)
+    taken = pool.take(2)
+    assert taken == [0, 1]
+    with pytest.raises(AssertionError, match="2 blocks asked, 1 free of 3"):
+        pool.take(2)
+    pool.give_back(taken)
+    assert taken == []
+    assert sorted(pool.free) == [0, 1, 2]
+
+
+def test_same_seed_same_tokens_and_another_seed_others():
+    outputs = []
+    for seed in (3, 3, 4):
+        engine = make(seed=seed)
+        engine.add(0, prompt(20))
+        prefill(engine, 0)
+        for _ in range(10):
+            engine.decode([0]).finish()
+        outputs.append(engine.remove(0))
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_misuse_is_an_assertion_with_the_values():
+    engine = make()
+    engine.add(0, prompt(5))
+    engine.add(1, prompt(6))
+    with pytest.raises(AssertionError, match="request 0 is known already"):
+        engine.add(0, prompt(5))
+    with pytest.raises(AssertionError, match="chunk of 3 after 2: request 0 has 0 cached of 5"):
+        engine.start_prefill([Chunk(0, 3, 2)])
+    with pytest.raises(AssertionError, match="0 of 5 tokens cached, cannot decode"):
+        engine.decode([0])
+    run = engine.start_prefill([Chunk(0, 5, 0)])
+    with pytest.raises(AssertionError, match="request 0 is in a launch"):
+        engine.preempt(0)
+    launch = engine.run_layers(run, 1)
+    with pytest.raises(AssertionError, match="prefill: the launch before"):
+        engine.run_layers(run, 1)
+    launch.finish()
+    with pytest.raises(AssertionError, match="finished twice"):
+        launch.finish()
+    with pytest.raises(AssertionError, match="3 layers after 1 of 3"):
+        engine.run_layers(run, 3)
+    engine.run_layers(run, 2).finish()
+    with pytest.raises(AssertionError, match=r"twice in \[0, 0\]"):
+        engine.decode([0, 0])
+
+
+def test_what_a_user_may_get_wrong_is_one_line():
+    engine = make()
+    for tokens, message in (([], "prompt of 0 tokens: must be 1 to 127"), ([1] * 128, "prompt of 128 tokens"),
+                            ([5, 61], "token 61: must be below the vocabulary's 61"), ([-1], "token -1")):
+        with pytest.raises(EngineError, match=message):
+            engine.add(0, tokens)
+    with pytest.raises(EngineError, match="600 tokens: tiny-test is made for 512"):
+        make(max_tokens=600)
+    with pytest.raises(EngineError, match="0 blocks of 16"):
+        make(kv_blocks=0)
+    with pytest.raises(EngineError, match="CUDA graphs need a GPU"):
+        engine.capture([engine_module.CPU_LANE])
+    with pytest.raises(ConfigError, match="kernels = 'cuda'"):
+        Ops("cuda")
+    with pytest.raises(EngineError, match=r"(?s)allocating the KV cache: out of memory on cpu [^\n]*$"):
+        make(kv_blocks=1 << 30)  # 12 TiB
+
+
+def test_kv_blocks_that_fit():
+    arch = Architecture.of(TINY, torch.float32)
+    assert kv_block_bytes(arch) == 2 * 3 * 2 * 16 * 16 * 4
+    one = kv_block_bytes(arch)
+    assert kv_blocks_that_fit(arch, 10 * one + 5, one, 16 * 9) == 9
+    with pytest.raises(EngineError, match="hold 9 blocks, one sequence of 145 tokens needs 10"):
+        kv_blocks_that_fit(arch, 10 * one + 5, one, 16 * 9 + 1)
+    with pytest.raises(EngineError, match="hold 0 blocks"):
+        kv_blocks_that_fit(arch, one, 2 * one, 1)
+
+
+def test_weights_larger_than_the_memory_are_refused():
+    from bullet.runtime.weights import require_room
+
+    arch = Architecture.of(TINY, torch.bfloat16)
+    needed = TINY.weight_bytes
+    require_room(arch, CPU, needed)
+    with pytest.raises(EngineError, match="weights of tiny-test need"):
+        require_room(arch, CPU, needed - 1)
+
+
+def test_mixtures_of_experts_are_refused():
+    with pytest.raises(ConfigError, match="simulated only"):
+        Architecture.of(ModelSpec("moe", 2, 32, 48, 4, 2, 16, 61, 512, num_experts=4, experts_per_token=2))
+
+
+# ----------------------------------------------------------------------------------- lanes, events and graphs
+
+
+class Recorded(Engine):
+    """An engine on a fake GPU: what a graph would hold is run anew at each replay, in the captured stream's name."""
+
+    def _decode_static(self, static, bucket, num_sms):
+        def effect(stream):
+            self.ran.append((stream, bucket, num_sms))
+            super(Recorded, self)._decode_static(static, bucket, num_sms)
+        self._cuda.launch(1e-3, effect)
+
+
+def fake(buckets=(1, 2, 4)):
+    cuda = FakeCuda(StubDriver())
+    arch = Architecture.of(TINY, torch.float32)
+    engine = Recorded(arch, random_weights(arch, 3, CPU), Ops("torch"), kv_blocks=30, max_tokens=128, buckets=buckets, cuda=cuda)
+    engine.kv.fill_(float("nan"))
+    engine.ran = []
+    lanes = [Lane(name, sms, sms, cuda.Stream()) for name, sms in (("prefill", 80), ("decode", 24), ("decode", 48))]
+    return cuda, engine, lanes
+
+
+def test_one_graph_for_each_lane_and_bucket_on_the_lanes_own_stream():
+    cuda, engine, (_, small, large) = fake()
+    assert engine.capture([small, large]) == 6
+    assert cuda.log.count("capture") == 6
+    for (stream, bucket), graph in engine._graphs.items():
+        lane = next(x for x in (small, large) if id(x.stream) == stream)
+        assert graph.stream is lane.stream
+        engine.ran.clear()
+        with cuda.stream(lane.stream):
+            graph.replay()
+        assert engine.ran == [(lane.stream, bucket, lane.sms)]
+    engine.close()
+    assert not engine._graphs
+
+
+def test_graphs_decode_as_eager_does_whatever_the_bucket_and_the_lane():
+    cuda, engine, (prefill_lane, small, large) = fake()
+    engine.capture([small, large])
+    eager = make(kv_blocks=30)
+    lengths = [1, 16, 17, 30, 5]
+    for e in (engine, eager):
+        for i, n in enumerate(lengths):
+            e.add(i, prompt(n, i))
+    assert prefill(engine, *range(5), lane=prefill_lane) == prefill(eager, *range(5))
+    for step, ids in enumerate([[0], [0, 1, 2], [3, 1], [0, 1, 2, 3, 4], [4, 2, 0, 1], [3]]):
+        engine.ran.clear()
+        cuda.log.clear()
+        lane = (small, large)[step % 2]
+        launch = engine.decode(ids, lane)
+        assert launch.finish() == eager.decode(ids).finish()
+        assert launch.elapsed_s() is not None
+        if len(ids) <= 4:
+            bucket = next(b for b in (1, 2, 4) if b >= len(ids))
+            assert engine.ran == [(lane.stream, bucket, lane.sms)]
+            assert cuda.log.count("replay") == 1
+        else:  # a batch beyond the largest bucket
+            assert not engine.ran
+            assert cuda.log.count("replay") == 0
+        assert "capture" not in cuda.log
+
+
+def test_a_hand_over_waits_for_the_other_lane_and_moves_no_key():
+    _, engine, (prefill_lane, small, _) = fake()
+    engine.add(0, prompt(20))
+    run = engine.start_prefill([Chunk(0, 20, 0)], prefill_lane)
+    launch = engine.run_layers(run, 3, prefill_lane)
+    prefill_lane.stream.now += 5.0  # as if the layers took 5 s
+    launch._events[1].record(prefill_lane.stream)
+    blocks, before = list(engine.sequences[0].blocks), engine.kv.clone()
+    launch.finish()
+    engine.decode([0], small)
+    assert small.stream.now >= 5.0
+    assert engine.sequences[0].blocks == blocks
+    same = (engine.kv == before) | (engine.kv.isnan() & before.isnan())
+    changed = (~same).nonzero()
+    assert set(changed[:, 2].tolist()) == {blocks[1]}  # block 1's slot 4: the new token, in every layer, and no other
+    assert set(changed[:, 4].tolist()) == {4}
+
+
+def test_the_runtime_never_loads_the_simulator():
+    import subprocess
+
+    code = "import sys; import bullet.runtime.engine, bullet.runtime.weights; " \
+           "print([m for m in sys.modules if m.split('.')[0] == 'simpy' or m.startswith('bullet.sim')])"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True, capture_output=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
