@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from bullet.kernels.launch import compile_for, interpreted
 
-FILES = ("decode_attention", "prefill_attention", "norm", "rope", "activation")
+FILES = ("decode_attention", "prefill_attention", "norm", "rope", "activation", "gemm", "copy")
 ENTRIES = {name: entry for file in FILES
            for name, entry in importlib.import_module(f"bullet.kernels.{file}").COMPILED.items()}
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}

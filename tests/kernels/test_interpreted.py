@@ -19,7 +19,8 @@ CASES = sorted((HERE / "interpreted").glob("cases_*.py"))
 
 
 def test_the_cases_are_there():
-    assert {p.stem for p in CASES} >= {"cases_decode_attention", "cases_prefill_attention"}
+    assert {p.stem for p in CASES} == {f"cases_{name}" for name in (
+        "bounded_grid", "decode_attention", "engine", "prefill_attention", "rowwise")}
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)

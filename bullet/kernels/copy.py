@@ -1,0 +1,46 @@
+"""Persistent copy on a bounded grid: a memory stream of known SMs, for any dtype.
+
+The kernel is the probe's (:func:`bullet.kernels.probe.memory_stream_kernel`); here it moves bytes in the widest unit that
+their number allows. What decode attention reaches of this bandwidth is its figure of merit. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bullet.kernels.launch import Compiled, require
+from bullet.kernels.probe import STREAM_BLOCK, STREAM_BLOCKS_PER_SM, memory_stream_kernel
+
+UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def check(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Contiguous, of one dtype and size."""
+    require(source.dtype == target.dtype and source.shape == target.shape,
+            f"copy: source {tuple(source.shape)} {source.dtype} and target {tuple(target.shape)} {target.dtype} must agree")
+    require(source.is_contiguous() and target.is_contiguous(), "copy: source and target must be contiguous")
+
+
+def copy(source: torch.Tensor, target: torch.Tensor, *, num_sms: int) -> torch.Tensor:
+    """``target = source`` on at most ``num_sms`` SMs; returns the target."""
+    check(source, target)
+    require(num_sms > 0, f"copy: num_sms = {num_sms} must be positive")
+    size = source.numel() * source.element_size()
+    if size:
+        starts = source.storage_offset() * source.element_size() | target.storage_offset() * target.element_size()
+        unit = next(u for u in UNITS if size % u.itemsize == 0 and starts % u.itemsize == 0)
+        a, b = source.view(-1).view(unit), target.view(-1).view(unit)
+        programs = min(-(-a.numel() // STREAM_BLOCK), num_sms * STREAM_BLOCKS_PER_SM)
+        memory_stream_kernel[(programs,)](a, b, a.numel(), BLOCK=STREAM_BLOCK, num_warps=8)
+    return target
+
+
+def copy_reference(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The same in torch."""
+    check(source, target)
+    return target.copy_(source)
+
+
+COMPILED: dict[str, Compiled] = {f"copy_{unit}": Compiled(
+    memory_stream_kernel, {"src_ptr": f"*{unit}", "dst_ptr": f"*{unit}", "num_elements": "i64"}, {"BLOCK": STREAM_BLOCK},
+    num_warps=8) for unit in ("i64", "i32", "i16", "u8")}
