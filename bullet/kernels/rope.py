@@ -22,9 +22,9 @@ PROGRAMS_PER_SM = 8
 
 
 @triton.jit
-def _rotate_heads(source, target, heads, weight_ptr, cos, sin, eps, stride, keep, HEADS: tl.constexpr,
+def _rotate_heads(source, target, heads, weight_ptr, cos, sin, eps, stride, HEADS: tl.constexpr,
                   HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
-    """``heads`` heads of one row from ``source`` (D apart) to ``target`` (``stride`` apart), where ``keep``."""
+    """``heads`` heads of one row from ``source`` (D apart) to ``target`` (``stride`` apart)."""
     which = tl.arange(0, HEADS)
     dims = tl.arange(0, HALF)
     half: tl.constexpr = HEAD_DIM // 2
@@ -39,8 +39,8 @@ def _rotate_heads(source, target, heads, weight_ptr, cos, sin, eps, stride, keep
         high = high * scale[:, None] * tl.load(weight_ptr + half + dims, mask=dim_mask, other=0.0).to(tl.float32)[None, :]
     to = target + which[:, None] * stride + dims[None, :]
     kind = target.dtype.element_ty
-    tl.store(to, (low * cos - high * sin).to(kind), mask=mask & keep)
-    tl.store(to + half, (high * cos + low * sin).to(kind), mask=mask & keep)
+    tl.store(to, (low * cos - high * sin).to(kind), mask=mask)
+    tl.store(to + half, (high * cos + low * sin).to(kind), mask=mask)
 
 
 @triton.jit
@@ -56,19 +56,19 @@ def rope_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_pt
         cos = tl.load(cos_ptr + position * half + halves, mask=halves < half, other=0.0)[None, :]
         sin = tl.load(sin_ptr + position * half + halves, mask=halves < half, other=0.0)[None, :]
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        keep = slot >= 0
-        slot = tl.where(keep, slot, 0)
+        kept_heads = tl.where(slot >= 0, num_kv_heads, 0)  # a padded row writes no head
+        slot = tl.maximum(slot, 0)
         to = slot // PAGE * cache_stride_block + slot % PAGE * cache_stride_token
         source = qkv_ptr + row * qkv_stride
         _rotate_heads(source, q_ptr + row * num_heads * HEAD_DIM, num_heads, q_weight_ptr, cos, sin, eps, HEAD_DIM,
-                      num_rows > 0, Q_HEADS, HEAD_DIM, HALF, NORM)
-        _rotate_heads(source + num_heads * HEAD_DIM, k_ptr + to, num_kv_heads, k_weight_ptr, cos, sin, eps,
-                      cache_stride_head, keep, KV_HEADS, HEAD_DIM, HALF, NORM)
+                      Q_HEADS, HEAD_DIM, HALF, NORM)
+        _rotate_heads(source + num_heads * HEAD_DIM, k_ptr + to, kept_heads, k_weight_ptr, cos, sin, eps,
+                      cache_stride_head, KV_HEADS, HEAD_DIM, HALF, NORM)
         heads = tl.arange(0, KV_HEADS)
         dims = tl.arange(0, DIM)
-        mask = (heads < num_kv_heads)[:, None] & (dims < HEAD_DIM)[None, :]
+        mask = (heads < kept_heads)[:, None] & (dims < HEAD_DIM)[None, :]
         values = tl.load(source + (num_heads + num_kv_heads + heads[:, None]) * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-        tl.store(v_ptr + to + heads[:, None] * cache_stride_head + dims[None, :], values, mask=mask & keep)
+        tl.store(v_ptr + to + heads[:, None] * cache_stride_head + dims[None, :], values, mask=mask)
 
 
 def check(qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
