@@ -84,6 +84,8 @@ class Architecture:
             raise ConfigError(f"{path}: head_dim = {spec.head_dim}: must be even, 16 to {MAX_HEAD_DIM}")
         # transformers 5 writes rope_parameters; before, rope_theta stood alone and rope_scaling held the rest.
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{path}: rope_scaling = {rope!r}: must be an object")
         theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
         return cls(spec, model_type, DTYPES[dtype], _positive(path, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
                    _positive(path, "rope_theta", theta), _scaling(path, rope, spec.context_tokens))
@@ -104,9 +106,7 @@ def _positive(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def _scaling(path: Path, rope: Any, context_tokens: int) -> Llama3Scaling | None:
-    if not isinstance(rope, dict):
-        raise ConfigError(f"{path}: rope_scaling = {rope!r}: must be an object")
+def _scaling(path: Path, rope: dict[str, Any], context_tokens: int) -> Llama3Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
