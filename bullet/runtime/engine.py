@@ -359,8 +359,9 @@ class Engine:
             self._decode_static(static, bucket, lane.sms)
             stream.synchronize()
             graph = cuda.CUDAGraph()
-            pool = self._pools.get(id(stream))
-            graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+            # Graphs of one stream never run at once: they share a memory pool, which lives as long as one of them does.
+            pool = self._pools.setdefault(id(stream), cuda.graph_pool_handle())
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 self._decode_static(static, bucket, lane.sms)
             except BaseException:
@@ -368,7 +369,6 @@ class Engine:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        self._pools.setdefault(id(stream), graph.pool())
         return graph
 
     def _decode_static(self, static: _DecodeBuffers, bucket: int, num_sms: int) -> None:
