@@ -29,11 +29,21 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "id": ("str", "key of the measurement: same key, same measurement; resuming goes by it"),
     "kind": ("str", "solo | corun | control | anchor"),
     "tier": ("str", "part of the plan that asked for it"),
-    "op": ("str", "operation timed: gemm_*, prefill_attention, decode_attention, norm, copy, *_layer"),
-    "phase": ("str", "prefill | decode | either"),
+    "op": ("str", "operation timed: gemm_* of the model's shapes, gemm (any other shape), prefill_attention, decode_attention, "
+                  "mixed_attention, norm, rope, act, embedding, sampler, copy, all_reduce, *_layer"),
+    "phase": ("str", "prefill | decode | mixed | either"),
     "tokens": ("int", "new tokens over the whole batch (rows of a GEMM)"),
     "batch": ("int", "sequences"),
     "context_tokens": ("int", "per sequence: past tokens (prefill) or tokens attended (decode)"),
+    "decode_seqs": ("int", "mixed_attention: sequences that decode in the same kernel; null otherwise"),
+    "decode_context_tokens": ("int", "mixed_attention: tokens attended per decoding sequence"),
+    "columns": ("int", "GEMM: columns of the result"),
+    "inner": ("int", "GEMM: inner size"),
+    "heads": ("int", "attention: query heads"),
+    "kv_heads": ("int", "attention: KV heads"),
+    "head_dim": ("int", "attention: size of a head"),
+    "num_gpus": ("int", "all_reduce: GPUs taking part"),
+    "message_bytes": ("float", "all_reduce: bytes reduced on each GPU"),
     "flops": ("float", "operations of one repetition (bullet.work)"),
     "bytes": ("float", "least bytes of one repetition (bullet.work)"),
     # Where
@@ -74,6 +84,9 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "power_w": ("float", "board power"),
     "busy": ("bool", "another process was on the card"),
     "source": ("str", "measured | simulated"),
+    "origin": ("str", "public table that the row comes from: repository, path, commit; null if measured by this project"),
+    "origin_version": ("str", "what was measured there: engine or library with its version"),
+    "licence": ("str", "licence of the origin"),
     "model": ("str", "model whose shapes these are"),
     "dtype": ("str", "element type"),
     "gpu": ("str", "device name; 'CPU, no partition' on a CPU"),
@@ -85,14 +98,20 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "bullet": ("str", "version of this project"),
 }
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
-REQUIRED = ("id", "kind", "op", "backend", "partition", "lane", "sms", "device_sms", "corunner", "median_s", "samples",
-            "source", "gpu", "measured_at")
+REQUIRED = ("id", "kind", "op", "backend", "partition", "lane", "sms", "device_sms", "corunner", "median_s", "source", "gpu")
+OWN = ("samples", "measured_at")
+"""Required too where this project measured; public tables seldom say."""
+IMPORTED = ("origin_version", "licence")
+"""Required with an ``origin``."""
 
 Row = dict[str, Any]
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
-    """The row with every column present (None where absent); :class:`ProfileError` names a wrong one."""
+    """The row with every column present (None where absent); :class:`ProfileError` names a wrong one.
+
+    A public table's row has ``origin``, ``origin_version`` and ``licence``; a row of our own has ``samples`` and ``measured_at``.
+    """
     unknown = sorted(set(row) - set(COLUMNS))
     if unknown:
         raise ProfileError(f"{where}: unknown column {unknown[0]!r}: written by another version of this project?")
@@ -100,7 +119,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
     for name, (kind, _) in COLUMNS.items():
         value = row.get(name)
         if value is None:
-            if name in REQUIRED:
+            if name in REQUIRED or name in (OWN if row.get("origin") is None else IMPORTED):
                 raise ProfileError(f"{where}: column {name!r} is missing")
         elif not isinstance(value, _TYPES[kind]) or (kind == "int" and isinstance(value, bool)):
             raise ProfileError(f"{where}: {name} = {value!r}: must be {kind}")
