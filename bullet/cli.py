@@ -420,29 +420,21 @@ def sim(argv: Sequence[str] | None = None) -> int:
 
 
 def profile(argv: Sequence[str] | None = None) -> int:
-    """``bullet-profile``: ``show`` here; measuring has a module of its own, which runs without the simulator."""
+    """``bullet-profile``: tables and fits here; measuring has a module of its own, which runs without the simulator."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in ("check", "sweep", "gpu", "table", "compare"):
         from bullet import profile_cli
 
         return profile_cli.main(arguments)
-    parser = _Parser(prog="bullet-profile", description="Measure kernels against SMs and show fitted profiles. Each command "
-                     "has its own --help.")
-    commands = parser.add_subparsers(dest="command", metavar="check | sweep | gpu | table | compare | show", required=True)
+    from bullet import fit_cli
+
+    parser = _Parser(prog="bullet-profile", description="Measure kernels against SMs, fit devices to tables, show either. Each "
+                     "command has its own --help.")
+    commands = parser.add_subparsers(dest="command", required=True,
+                                     metavar="check | sweep | gpu | table | compare | import | fit | show")
     for name, text in (("check", "prove each pair of SM partitions"), ("sweep", "measure alone and side by side"),
                        ("gpu", "check, then sweep"), ("table", "a sweep's table from its rows"),
                        ("compare", "do two sweeps agree?")):
         commands.add_parser(name, help=text, add_help=False)
-    show = commands.add_parser("show", help="coefficients, sources and errors of a shipped profile")
-    show.add_argument("--gpu", default="a100-80gb")
-    show.add_argument("--model", default="llama-3.1-8b")
-    show.set_defaults(handler=_show)
+    fit_cli.add_commands(commands)
     return _guarded("bullet-profile", parser.parse_args(arguments))
-
-
-def _show(args: argparse.Namespace) -> int:
-    from bullet.config import DeviceConfig
-    from bullet.device import load_device
-
-    print(load_device(DeviceConfig(gpu=args.gpu, model=args.model)).coefficients.to_json(), end="")
-    return 0

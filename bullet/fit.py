@@ -51,8 +51,8 @@ class Gemm:
 
 
 def check_peaks(what: str, flops: Array, bytes_: Array, seconds: Array, gpu: GpuSpec) -> None:
-    """Refuse rows above the device's peak: a table in other units, or of another device."""
-    bad = np.flatnonzero((seconds <= 0) | ~np.isfinite(seconds) | (flops > gpu.peak_flops * seconds)
+    """Refuse rows above the device's peak: a table in other units, or of another device. Cards may boost 2 % above it."""
+    bad = np.flatnonzero((seconds <= 0) | ~np.isfinite(seconds) | (flops > 1.02 * gpu.peak_flops * seconds)
                          | (bytes_ > 1.05 * gpu.mem_bytes_per_s * np.maximum(seconds, 1e-300) + gpu.l2_bytes))
     if len(bad):
         i = int(bad[0])
@@ -68,6 +68,45 @@ def _solve(residual: Callable[[Array], Array], start: Sequence[float], low: Sequ
                           diff_step=1e-4, max_nfev=400)
     solution: Array = found.x
     return solution
+
+
+def search(residual: Callable[[Array], Array], start: Sequence[float], low: Sequence[float], high: Sequence[float],
+           unit: Sequence[float]) -> Array:
+    """The same loss by a pattern search over multiples of ``unit``, from ``start``, in shrinking steps.
+
+    Only comparisons of costs decide, so the last bits of a CPU's arithmetic do not show in the answer, and a parameter that no
+    row fixes stays where it started. Where tiles or waves make the loss piecewise, gradients give neither.
+    """
+    at = [round(x / u) for x, u in zip(start, unit, strict=True)]
+    bounds = [(round(a / u), round(b / u)) for a, b, u in zip(low, high, unit, strict=True)]
+
+    def cost(point: Sequence[int]) -> float:
+        off = residual(np.array([i * u for i, u in zip(point, unit, strict=True)])) / 0.05
+        return float(np.mean(np.sqrt(1 + off * off)))
+
+    def moved(point: Sequence[int], by: Sequence[tuple[int, int]]) -> list[int]:
+        trial = list(point)
+        for i, move in by:
+            trial[i] = min(max(trial[i] + move, bounds[i][0]), bounds[i][1])
+        return trial
+
+    best = cost(at)
+    for step in (32, 16, 8, 4, 2, 1):
+        single = [[(i, move)] for i in range(len(at)) for move in (step, -step)]
+        double = [a + b for a in single for b in single if a[0][0] < b[0][0]]  # along ridges single moves are stuck
+        for _ in range(60):
+            before = list(at)
+            for moves in (single, double):
+                for by in moves:
+                    trial = moved(at, by)
+                    found = cost(trial)
+                    if found < best * (1 - 1e-9):
+                        at, best = trial, found
+                if at != before:
+                    break
+            if at == before:
+                break
+    return np.array([round(i * u, 12) for i, u in zip(at, unit, strict=True)])
 
 
 TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
@@ -90,8 +129,8 @@ def gemm_seconds(rows: Sequence[Gemm], parameters: Array, gpu: GpuSpec, waves: b
     return seconds
 
 
-def fit_gemm(rows: Sequence[Gemm], gpu: GpuSpec, waves: bool = True) -> Array:
-    """Seven parameters over all shapes and token counts; see :func:`gemm_seconds`."""
+def fit_gemm(rows: Sequence[Gemm], gpu: GpuSpec, waves: bool = True, *, searched: bool = False) -> Array:
+    """Seven parameters over all shapes and token counts; see :func:`gemm_seconds`. ``searched``: by :func:`search`."""
     seconds = np.array([r.seconds for r in rows])
     m, n, k = (np.array([getattr(r, name) for r in rows], dtype=float) for name in ("m", "n", "k"))
     check_peaks("GEMM table", 2 * m * n * k, 2 * k * n, seconds, gpu)
@@ -104,7 +143,11 @@ def fit_gemm(rows: Sequence[Gemm], gpu: GpuSpec, waves: bool = True) -> Array:
         off: Array = np.log(gemm_seconds(rows, parameters, gpu, waves) / seconds)
         return off
 
-    found = [_solve(residual, start, low, high) for start in starts]
+    if searched:
+        unit = (0.005,) * 4 + (0.005, 1e-7, 1e-7)
+        found = [search(residual, start, low, high, unit) for start in starts]
+    else:
+        found = [_solve(residual, start, low, high) for start in starts]
     best: Array = min(found, key=lambda p: float(np.mean(np.abs(residual(p)))))
     return best
 
@@ -128,23 +171,27 @@ def fit_rowwise(families: dict[str, tuple[Array, Array]], gpu: GpuSpec) -> tuple
     return {name: float(found[i]) for i, name in enumerate(names)}, float(found[-1])
 
 
-def prefill_attention_seconds(batch: Array, tokens: Array, heads: int, head_dim: int, parameters: Array,
-                              gpu: GpuSpec) -> Array:
-    """Causal attention of ``batch`` prompts of ``tokens``: efficiency, extra keys a row, overhead."""
+def prefill_attention_seconds(batch: Array, tokens: Array, heads: int | Array, head_dim: int | Array, parameters: Array,
+                              gpu: GpuSpec, past: Array | float = 0.0, moved_s: Array | float = 0.0) -> Array:
+    """Causal attention of ``batch`` pieces of ``tokens`` after ``past``: efficiency, extra keys a row, overhead.
+
+    ``moved_s``: seconds that its bytes take at the device's bandwidth, where a long past makes them count.
+    """
     efficiency, extra_keys, overhead_s = parameters
-    flops = 4.0 * heads * head_dim * batch * tokens * ((tokens + 1) / 2 + extra_keys)
+    flops = 4.0 * heads * head_dim * batch * tokens * (past + (tokens + 1) / 2 + extra_keys)
     blocks = np.ceil(tokens / ATTENTION_TILE_ROWS) * heads * batch
     block_s = flops / blocks * gpu.num_sms / gpu.peak_flops / efficiency
-    seconds: Array = np.ceil(blocks / gpu.num_sms) * block_s + overhead_s
+    seconds: Array = np.maximum(np.ceil(blocks / gpu.num_sms) * block_s, moved_s) + overhead_s
     return seconds
 
 
-def fit_prefill_attention(batch: Array, tokens: Array, seconds: Array, heads: int, head_dim: int,
-                          gpu: GpuSpec) -> Array:
+def fit_prefill_attention(batch: Array, tokens: Array, seconds: Array, heads: int | Array, head_dim: int | Array,
+                          gpu: GpuSpec, past: Array | float = 0.0, moved_s: Array | float = 0.0) -> Array:
     """Three parameters."""
-    pairs = 4.0 * heads * head_dim * batch * tokens * (tokens + 1) / 2
+    pairs = 4.0 * heads * head_dim * batch * tokens * (past + (tokens + 1) / 2)
     check_peaks("context attention table", pairs, np.zeros_like(pairs), seconds, gpu)
-    return _solve(lambda p: np.log(prefill_attention_seconds(batch, tokens, heads, head_dim, p, gpu) / seconds),
+    return _solve(
+        lambda p: np.log(prefill_attention_seconds(batch, tokens, heads, head_dim, p, gpu, past, moved_s) / seconds),
                   (0.55, 100.0, 1e-5), (0.1, 0.0, 0.0), (1.0, 1000.0, 1e-4))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bullet.config import GpuSpec, ModelSpec, get_gpu, get_model
+from bullet.config import GPUS, GpuSpec, ModelSpec, get_gpu, get_model
 from bullet.errors import ProfileError
 from bullet.tables import Row, check_row
 from bullet.units import MICRO, MILLI
@@ -54,9 +54,30 @@ class Origin:
     version: str
     licence: str
 
-    def columns(self, path: str) -> dict[str, str]:
+    def columns(self, path: Path) -> dict[str, str]:
         """The row's provenance."""
-        return {"origin": f"{self.repository} {path} {self.commit}", "origin_version": self.version, "licence": self.licence}
+        return {"origin": f"{self.repository} {upstream(path)} {self.commit}", "origin_version": self.version,
+                "licence": self.licence}
+
+
+def upstream(path: Path) -> str:
+    """A file's path in its repository, where its name tells (``<gpu>__<framework>_<version>__<table>`` for AIConfigurator)."""
+    name = path.name.removesuffix(".gz")
+    first, _, rest = name.partition("__")
+    table = rest.rpartition("__")[2]
+    for fragment, kind in (("gemm_perf", "gemm"), ("attention_perf", "attention"), ("allreduce_perf", "comm")):
+        if fragment in table:
+            framework, _, version = rest.partition("__")[0].rpartition("_")
+            return f"aic-core/src/aiconfigurator_core/systems/data/{first}/{kind}/{framework}/{version}/{table}"
+    if table == "mlp.parquet":
+        return f"data/profiling/compute/{first}/meta-llama/{rest.partition('__')[0]}/mlp.csv"
+    if table == "all_reduce.parquet":
+        return f"data/profiling/network/{first}/all_reduce.csv"
+    if table == "attention.parquet":
+        return f"data/profiling/compute/{first}/{rest.partition('__')[0]}/attention.csv"
+    if first == "RTX4090":
+        return f"profiler/perf/RTX4090/meta-llama/{rest.partition('__')[0]}/bf16/tp1/{table}"
+    return name
 
 
 VIDUR = Origin("microsoft/vidur", "7d47513363ec447a741ac5e47241580b47724fbf", "vidur 2024 (fp16)", "MIT")
@@ -109,7 +130,9 @@ def whole(raw: Mapping[str, Any], name: str, path: Path, index: int) -> int:
 
 
 def gpu_of(name: str, where: str) -> GpuSpec:
-    """Our GPU for a device name."""
+    """Our GPU for a device name; "simulated <gpu>" is that of the simulator's samples, whose ``source`` says so."""
+    if name.removeprefix("simulated ") in GPUS:
+        return get_gpu(name.removeprefix("simulated "))
     if name not in DEVICES:
         raise ProfileError(f"{where}: unknown device {name!r}: known are {', '.join(DEVICES)}")
     return get_gpu(DEVICES[name])
@@ -123,7 +146,7 @@ def make_row(origin: Origin, path: Path, index: int, gpu: str, seconds: float, c
     row = {"id": f"{origin.version}|{op}|{shape}", "kind": "solo", "backend": "none", "partition": "none",
            "partition_note": "the whole device", "lane": "full", "unit": "SM", "sms": sms, "device_sms": sms, "corunner": "idle",
            "median_s": seconds, "order": index, "source": "measured", "gpu": gpu, "phase": "either", "dtype": "bfloat16",
-           **origin.columns(path.name), **columns}
+           **origin.columns(path), **columns}
     return check_row(row, f"{path}: row {index}")
 
 
@@ -204,7 +227,7 @@ def check_peak(row: Mapping[str, Any], gpu: GpuSpec) -> None:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.3g} times" if ratio >= 1 else f"1/{1 / ratio:.3g} of"
+    return f"{ratio:.0f} times" if ratio >= 1 else f"1/{1 / ratio:.0f} of"
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -310,7 +333,7 @@ def read_aiconfigurator_gemm(path: Path, model: ModelSpec, keep: Callable[[int, 
 
 
 def read_aiconfigurator_attention(path: Path, model: ModelSpec) -> list[Row]:
-    """``context_attention_perf`` (causal, no past) or ``generation_attention_perf`` (``step``: past tokens): ms; bf16, no window."""
+    """``context_attention_perf`` (causal) or ``generation_attention_perf``, ``step`` past tokens: ms; bf16 rows, no window."""
     rows = []
     heads = (model.num_heads, model.num_kv_heads, model.head_dim)
     for i, raw, origin in _aiconfigurator(path, ("op_name", "batch_size", "isl", "step", "num_heads", "num_key_value_heads",
@@ -338,7 +361,7 @@ def read_aiconfigurator_all_reduce(path: Path) -> list[Row]:
 
 
 def read_frontier_attention(path: Path, gpu: str) -> list[Row]:
-    """``attention.csv`` of NetX-lab/Frontier: ms in whole microseconds; its own heads. Prefill (``kv_cache_size`` past) or decode."""
+    """``attention.csv`` of NetX-lab/Frontier: ms in whole microseconds; its own heads; ``kv_cache_size`` past tokens."""
     rows = []
     for i, raw in enumerate(read_columns(path, ("n_embd", "n_q_head", "n_kv_head", "batch_size", "prefill_chunk_size",
                                                 "kv_cache_size", "is_prefill", "time_stats.attn_prefill.median"))):

@@ -164,9 +164,11 @@ def test_kv_capacity_by_hand() -> None:
 def test_a_device_says_where_its_numbers_come_from() -> None:
     assert REAL.coefficients.source == "fitted"
     assert load_device(DeviceConfig(model="qwen3-32b")).coefficients.source == "fitted on llama-3.1-8b's shapes"
-    h100 = load_device(DeviceConfig(gpu="h100"))
-    assert h100.coefficients.source == "analytic"
-    assert "not measured on this GPU" in h100.coefficients.notes["basis"]
+    for gpu in ("h100", "rtx4090"):
+        assert load_device(DeviceConfig(gpu=gpu)).coefficients.source == "fitted"
+    h200 = load_device(DeviceConfig(gpu="h200"))
+    assert h200.coefficients.source == "analytic"
+    assert "not measured on this GPU" in h200.coefficients.notes["basis"]
 
 
 def test_coefficients_round_trip(tmp_path: Path) -> None:

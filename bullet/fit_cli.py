@@ -1,0 +1,226 @@
+"""``bullet-profile import | fit | show``: public tables to samples, samples to a device, and a look at either."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bullet.config import GPUS, DeviceConfig, ModelSpec, get_model
+from bullet.device import ANALYTIC_FROM, PROFILES, DeviceCoefficients, DeviceModel, load_device
+from bullet.errors import ConfigError, ProfileError, ResultsError
+from bullet.fit_sms import AXIS, FLAT
+from bullet.tables import Row
+
+IMPORTABLE = ("a100-80gb", "h100", "rtx4090")
+
+
+def add_commands(commands: Any) -> None:
+    """The three commands of this module, each with its handler."""
+    get = commands.add_parser("import", help="public kernel tables to one table of samples, checked")
+    get.add_argument("--gpu", choices=IMPORTABLE, default="a100-80gb")
+    get.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
+    get.add_argument("--out", type=Path, help="file to write (default profiles/<gpu>/llama-3.1-8b/samples.parquet)")
+    get.set_defaults(handler=import_)
+    fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out")
+    fitter.add_argument("samples", type=Path, nargs="?", help="samples.parquet (default: the shipped one of --gpu)")
+    fitter.add_argument("--gpu", choices=sorted(GPUS), default="a100-80gb")
+    fitter.add_argument("--model", default="llama-3.1-8b")
+    fitter.add_argument("--sm-data", type=Path, help="folder with published sweeps over SMs; without it the SM axis is the "
+                        "samples' own, else what fit.json has, else A100's")
+    fitter.add_argument("--fit-on", action="append", default=[], metavar="FAMILY=VERSION",
+                        help="fit a family on this source; may be repeated")
+    fitter.add_argument("--out", type=Path, help="folder for fit.json and SOURCE.md; without it nothing is written")
+    fitter.set_defaults(handler=fit_)
+    show = commands.add_parser("show", help="coefficients and errors of a profile, or what a table holds")
+    show.add_argument("samples", type=Path, nargs="?", help="a samples.parquet: list it, or look --op up in it")
+    show.add_argument("--gpu", default="a100-80gb")
+    show.add_argument("--model", default="llama-3.1-8b")
+    show.add_argument("--op", help="operation to look up, between measured points")
+    show.add_argument("--version", help="whose rows, where the table has several")
+    show.add_argument("--sms", type=int, help="SMs (default all)")
+    for name in ("tokens", "batch", "context-tokens"):
+        show.add_argument(f"--{name}", type=int)
+    show.set_defaults(handler=show_)
+
+
+def say(text: str) -> None:
+    """One line to standard output."""
+    sys.stdout.write(text + "\n")
+
+
+# -------------------------------------------------------------------------------------------------- import
+
+
+def import_(args: argparse.Namespace) -> int:
+    """Write ``samples.parquet``."""
+    from bullet.importers import import_public
+    from bullet.tables import write_parquet
+
+    rows = import_public(args.gpu, args.data)
+    out: Path = args.out or PROFILES / args.gpu / "llama-3.1-8b" / "samples.parquet"
+    _folder(out.parent)
+    write_parquet(out, rows, {"gpu": args.gpu, "source": "measured"})
+    say("\n".join(listing(rows)))
+    say(f"wrote {out}: {len(rows)} rows, {out.stat().st_size / 1000:.0f} kB")
+    return 0
+
+
+def _folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ResultsError(f"{path}: cannot be made ({exc.strerror}): choose another --out") from None
+
+
+def listing(rows: Sequence[Row]) -> list[str]:
+    """Rows by version and operation, with their range of tokens."""
+    counts = Counter((r["origin_version"] or r["source"], r["op"], r["kind"]) for r in rows)
+    lines = [f"{'from':<24} {'operation':<20} {'kind':<8} {'rows':>6}  tokens"]
+    for (version, op, kind), number in sorted(counts.items()):
+        tokens = [r["tokens"] for r in rows if (r["origin_version"] or r["source"], r["op"]) == (version, op)
+                  and r["tokens"] is not None]
+        lines.append(f"{version:<24} {op:<20} {kind:<8} {number:>6}  {f'{min(tokens)} to {max(tokens)}' if tokens else '-'}")
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------- fit
+
+
+def fit_(args: argparse.Namespace) -> int:
+    """Fit, print the errors, write if asked."""
+    from bullet.fit_source import source_page, write_page
+    from bullet.tables import read_parquet
+
+    model = get_model(args.model)
+    path: Path = args.samples or PROFILES / args.gpu / args.model / "samples.parquet"
+    if not path.is_file():
+        raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
+    rows, _ = read_parquet(path)
+    asked = {}
+    for text in args.fit_on:
+        family, equals, version = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--fit-on {text}: must read FAMILY=VERSION, as in gemm=sglang 0.5.10")
+        asked[family] = version
+    coefficients = fit_samples(rows, model, sm_data=args.sm_data, asked=asked)
+    say("\n".join(error_lines(coefficients)))
+    if args.out is not None:
+        _folder(args.out)
+        try:
+            (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
+            write_page(args.out / "SOURCE.md", source_page(coefficients, rows, model))
+        except OSError as exc:
+            raise ResultsError(f"{args.out}: cannot be written ({exc.strerror}): choose another --out") from None
+        say(f"wrote {args.out / 'fit.json'} and SOURCE.md")
+    return 0
+
+
+def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None,
+                asked: dict[str, str] | None = None) -> DeviceCoefficients:
+    """Kernel families, SM axis and contention of a table: all that ``fit.json`` holds."""
+    from bullet import fit_profile as profile
+    from bullet import fit_sms
+
+    if sm_data is not None and not sm_data.is_dir():
+        raise ProfileError(f"{sm_data}: no such folder (--sm-data)")
+    borrowed = DeviceCoefficients.from_json(PROFILES / ANALYTIC_FROM / "llama-3.1-8b" / "fit.json")
+    out = profile.fit_profile(rows, model, borrowed=borrowed, asked=asked)
+    alone = profile.coefficients_of(out, FLAT)
+    shipped = PROFILES / out.gpu.name / model.name / "fit.json"
+    own = fit_sms.sweeps_of(profile.with_shapes(rows, model))
+    errors: dict[str, dict[str, float]] = {}
+    if any(own.values()):
+        axis, errors = fit_sms.axis_of_kernels(own, DeviceModel(model, out.gpu, alone))
+        out.sources["sm_axis"] = "the table's own rows"
+    elif sm_data is not None and out.gpu.name == "a100-80gb":
+        axis, errors = fit_sms.axis_of_steps(sm_data, out.gpu, alone)
+        out.sources["sm_axis"] = "muxserve"
+    elif sm_data is not None and out.gpu.name == "h100":
+        axis, errors = fit_sms.axis_of_kernels(fit_sms.greenctx(sm_data), DeviceModel(model, out.gpu, alone))
+        out.sources["sm_axis"] = "greenctx"
+    elif shipped.is_file() and "sm_axis" in (kept := DeviceCoefficients.from_json(shipped)).notes.get("fitted_on", {}):
+        axis = {name: getattr(kept, name) for name in AXIS}
+        errors = {k: v for k, v in kept.notes["errors"].items() if "sms" in k or "stretch" in k or "sm_axis" in k}
+        out.sources["sm_axis"] = kept.notes["fitted_on"]["sm_axis"]
+    else:
+        axis = {name: getattr(borrowed, name) for name in AXIS}
+        out.assumed.append("rate and bandwidth against SMs: no measured row, A100's")
+    if "sm_axis" in out.sources:
+        out.parameters |= {"bandwidth_against_sms": 2, "rate_against_sms": 2}
+    out.errors |= errors
+    found, corun_errors = fit_sms.contention(rows, DeviceModel(model, out.gpu, profile.coefficients_of(out, axis)))
+    out.errors |= corun_errors
+    extra: dict[str, Any] = {}
+    if not out.sources and not found:
+        raise ProfileError("the table has no rows to fit: kernels alone on the whole device, or layers beside each other")
+    if found:
+        axis["contention_loss"] = found["contention_loss"]
+        out.parameters["contention"] = 1
+        out.sources["contention"] = "the table's own co-run rows"
+        extra["attained_bandwidth_share"] = found["attained_bandwidth_share"]
+    else:
+        out.assumed.append("contention_loss 0.2")
+    out.assumed += ["host_gap_s 0", "every family follows one curve of bandwidth against SMs",
+                    "norm with fused residual lasts as long as the norm that was measured",
+                    "the sampler costs nothing: the device has no term for it"]
+    extra["waves"] = waves_by_evidence(out.errors)
+    noted = profile.with_notes(profile.coefficients_of(out, axis), out, rows)
+    return dataclasses.replace(noted, notes={**noted.notes, **extra})
+
+
+def waves_by_evidence(errors: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Waves stay on (the SM axis needs block counts) unless rows left out speak against them: a tenth less error without
+    them both in the median and at P90, wherever both were tried."""
+    pairs = [(errors[a], errors[b]) for a, b in (("gemm_left_out:all", "gemm_left_out_without_waves:all"),
+                                                ("sm_axis_left_out:all", "sm_axis_left_out_without_waves:all"))
+             if a in errors and b in errors]
+    against = bool(pairs) and all(off[k] < 0.9 * on[k] for on, off in pairs for k in ("median", "p90"))
+    return {"on": True, "evidence": "against" if against else "not against",
+            "left_out": [{"with": [on["median"], on["p90"]], "without": [off["median"], off["p90"]]} for on, off in pairs]}
+
+
+def error_lines(coefficients: DeviceCoefficients) -> list[str]:
+    """Errors of a profile as a table."""
+    lines = [f"{'relative error of seconds':<52} {'rows':>6} {'median':>8} {'P90':>8} {'worst':>8}"]
+    lines += [f"{name:<52} {e['rows']:>6} {100 * e['median']:>6.1f} % {100 * e['p90']:>6.1f} % {100 * e['worst']:>6.1f} %"
+              for name, e in coefficients.notes.get("errors", {}).items()]
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------- show
+
+
+def show_(args: argparse.Namespace) -> int:
+    """A profile's coefficients; a table's rows; a value between measured points."""
+    if args.samples is None and args.op is None:
+        coefficients = load_device(DeviceConfig(gpu=args.gpu, model=args.model)).coefficients
+        say(json.dumps({k: v for k, v in dataclasses.asdict(coefficients).items() if k != "notes"}, indent=1, sort_keys=True))
+        for name in ("basis", "fitted_on", "assumed", "waves"):
+            if name in coefficients.notes:
+                say(f"{name}: {json.dumps(coefficients.notes[name], ensure_ascii=False)}")
+        if coefficients.notes.get("errors"):
+            say("\n".join(error_lines(coefficients)))
+        return 0
+    from bullet.lookup import lookup
+    from bullet.tables import read_parquet
+
+    path: Path = args.samples or PROFILES / args.gpu / args.model / "samples.parquet"
+    rows, _ = read_parquet(path)
+    if args.version is not None:
+        versions = sorted({str(r["origin_version"]) for r in rows})
+        if args.version not in versions:
+            raise ProfileError(f"{path}: no rows of {args.version!r}: it has {', '.join(versions)}")
+        rows = [r for r in rows if r["origin_version"] == args.version]
+    if args.op is None:
+        say("\n".join(listing(rows)))
+        return 0
+    point = {name: value for name in ("tokens", "batch", "context_tokens") if (value := getattr(args, name)) is not None}
+    seconds = lookup(rows, args.op, point, sms=args.sms)
+    say(f"{args.op} at {', '.join(f'{k} {v}' for k, v in point.items())}: {seconds * 1e6:.2f} us, between measured points")
+    return 0
