@@ -309,7 +309,7 @@ def _layer(device: DeviceModel, row: Row, prefix: str) -> Any:
     op = row["corunner"] if prefix else row["op"]
     tokens, batch, context = (row[f"{prefix}{name}"] for name in ("tokens", "batch", "context_tokens"))
     if op == "decode_layer":
-        return device._work((), batch, batch * context, 1, 0)
+        return device.hybrid_work((), batch, batch * context, logits_seqs=0, layers=1)
     return device.prefill_work([(tokens // batch, context)] * batch, 1, logits_seqs=0)
 
 

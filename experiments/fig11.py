@@ -31,7 +31,7 @@ from bullet.config import DeviceConfig, GpuSpec, get_gpu, get_model
 from bullet.device import PROFILES, DeviceModel, load_device
 from bullet.errors import BulletError
 from bullet.fit_sms import MUXSERVE, SWEPT, greenctx, muxserve
-from bullet.perf import MIN_ALPHA, Sample, Srm, sample_device
+from bullet.perf import MIN_ALPHA, Sample, Srm, calibration_states, sample_device
 from bullet.state import PREFILL, SplitTable
 from bullet.tables import read_parquet
 from experiments.fig09 import eq1_seconds
@@ -129,8 +129,9 @@ def compare_states(trees: int, seeds: int) -> None:
                            for t, b, c, _ in every])
         found: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for seed in range(seeds):
-            samples = sample_device(device, splits, seed=seed, prefill_tokens=lengths, batches=batches, corun_batches=beside,
-                                    contexts=contexts)
+            sought = calibration_states(device, splits, prefill_tokens=lengths, batches=batches, corun_batches=beside,
+                                        contexts=contexts)
+            samples = sample_device(device, sought, seed=seed)
             for name in ("srm", "srm-blind"):
                 model = Srm(LLAMA, device.gpu, splits, samples, blind=name == "srm-blind", recalibrate=False)
                 guess = {"prefill": np.array([model.prefill_at((t,), (b, b * c), index_of[d]) for t, b, c, d in every]),
@@ -230,9 +231,9 @@ def compare_tables(tables: Sequence[Table], trees: int) -> None:
         for count, whole in ((2, True), (4, True), (2, False), (4, False)):
             use = sampled(table, count, whole)
             rest = ~use
-            box = np.all((scaled >= scaled[use].min(axis=0)) & (scaled <= scaled[use].max(axis=0)), axis=1)
             if use.sum() < 2 or not rest.any():
                 continue
+            box = np.all((scaled >= scaled[use].min(axis=0)) & (scaled <= scaled[use].max(axis=0)), axis=1)
             nodes, values = [tuple(row) for row in scaled[use]], alpha[use].tolist()
             merged = {node: statistics.median(v for n, v in zip(nodes, values, strict=True) if n == node) for node in nodes}
             guess = {"srm": np.array([max(MIN_ALPHA, interpolate_alpha(list(merged), list(merged.values()), tuple(row)))
@@ -311,7 +312,7 @@ def print_cost(trees: int) -> None:
     """CPU time of a prediction, beside the paper's."""
     device: DeviceModel = load_device(DeviceConfig())
     splits = SplitTable.every(device.num_sms)
-    samples = sample_device(device, splits, seed=0)
+    samples = sample_device(device, calibration_states(device, splits), seed=0)
     model = Srm(LLAMA, device.gpu, splits, samples, recalibrate=False)
     x, seconds = features_of(samples, "decode")
     learners = {"linear": linear(x, seconds, (0,)), "forest": forest(x, seconds, trees)}

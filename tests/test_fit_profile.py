@@ -216,7 +216,7 @@ def corun_rows(device: DeviceModel) -> list[Row]:
     for p in (54, 72, 90):
         for tokens, batch in ((1024, 8), (1024, 64), (4096, 8), (4096, 64)):
             prefill = device.prefill_work([(tokens, 0)], 1, logits_seqs=0)
-            decode = device._work((), batch, batch * 2048, 1, 0)
+            decode = device.hybrid_work((), batch, batch * 2048, logits_seqs=0, layers=1)
             p_s, d_s = device.corun_seconds(prefill, p, decode, 108 - p)
             row("corun", "prefill", "prefill_layer", tokens, 1, 0, p, p_s, ("decode_layer", batch, batch, 2048, 108 - p))
             row("corun", "decode", "decode_layer", batch, batch, 2048, 108 - p, d_s, ("prefill_layer", tokens, 1, 0, p))
