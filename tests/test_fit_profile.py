@@ -16,6 +16,7 @@ from bullet.config import DeviceConfig, get_gpu, get_model
 from bullet.device import DeviceCoefficients, DeviceModel, load_device
 from bullet.errors import ProfileError
 from bullet.fit_cli import fit_samples, waves_by_evidence
+from bullet.fit_source import MARK, write_page
 from bullet.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
 from bullet.lookup import lookup
 from bullet.tables import Row, finalise, read_parquet, write_parquet
@@ -292,6 +293,25 @@ def test_fit_and_show_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert profile(["show", "--gpu", "h100"]) == 0
     shown = capsys.readouterr().out
     assert json.loads(shown[:shown.index("\n}") + 2])["source"] == "fitted"
+
+
+def test_a_page_keeps_what_others_wrote_above_the_mark(tmp_path: Path) -> None:
+    path = tmp_path / "SOURCE.md"
+    write_page(path, "# first\n")
+    assert path.read_text() == f"{MARK}\n# first\n"
+    path.write_text("# by hand\n\n" + path.read_text())
+    write_page(path, "# second\n")
+    write_page(path, "# second\n")
+    assert path.read_text() == f"# by hand\n\n{MARK}\n# second\n"
+
+
+def test_the_search_stays_on_its_grid_and_leaves_alone_what_no_row_fixes() -> None:
+    x = np.linspace(1, 9, 30)
+    found = fit.search(lambda p: np.log((p[0] * x + p[1]) / (0.7 * x + 3)), (0.2, 1.0, 5.0), (0.1, 0.0, 0.0), (1.0, 9.0, 9.0),
+                       (0.05, 0.25, 0.5))
+    assert found.tolist() == pytest.approx([0.7, 3.0, 5.0])  # nothing depends on the third
+    bound = fit.search(lambda p: np.log(p[0] * x / (2 * x)), (0.2,), (0.1,), (1.0,), (0.05,))
+    assert bound.tolist() == [1.0]
 
 
 # ------------------------------------------------------------------------------------------------- lookup
