@@ -38,6 +38,8 @@ EXAMPLES = """examples:
       an option goes to the policies that have it
   bullet-sim validate rtx4090
       a recorded run of vLLM on an RTX 4090, replayed: simulated beside measured
+  bullet-sim validate serving
+      what others measured of engines on A100 and H100: simulated beside measured, untuned
   bullet-sim run --config runs/mine/config.toml --seed 1
       a stored run again, with other requests
 """
@@ -103,12 +105,14 @@ def _sim_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("validate", help="replay a recorded run of a real engine",
                                 description="Replay a recorded run of a real engine: simulated beside measured, one run and the "
                                 "mean over runs whose arrivals are moved by up to 20 ms (docs/validation.md).")
-    check.add_argument("target", help="rtx4090: vLLM 0.19.0, Llama-3.1-8B, 300 requests")
-    check.add_argument("--jitters", type=_whole, default=8, metavar="N",
-                       help="runs with moved arrivals, seeds 0 to N - 1 (default 8)")
-    check.add_argument("--ingredients", action="store_true", help="also leave out or change one part of the engine at a time "
-                       "(20 times as long)")
-    check.add_argument("--data", type=Path, metavar="DIR", help="a folder with files as in profiles/rtx4090/llama-3.1-8b")
+    check.add_argument("target", help="rtx4090: vLLM 0.19.0, Llama-3.1-8B, 300 requests; serving: what others measured "
+                       "of SGLang, vLLM and TensorRT-LLM on A100 and H100")
+    check.add_argument("--jitters", type=_whole, metavar="N",
+                       help="rtx4090: runs with moved arrivals, seeds 0 to N - 1 (default 8)")
+    check.add_argument("--ingredients", action="store_true", help="rtx4090: also leave out or change one part of the engine at a "
+                       "time (20 times as long)")
+    check.add_argument("--data", type=Path, metavar="DIR", help="rtx4090: a folder with files as in "
+                       "profiles/rtx4090/llama-3.1-8b; serving: a folder with runs that cannot be shipped, compared as well")
     check.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
     check.add_argument("--quiet", action="store_true", help="no progress bar")
     check.set_defaults(handler=_validate)
@@ -335,6 +339,10 @@ def _validate(args: argparse.Namespace) -> int:
     from bullet.errors import ConfigError
     from bullet.results import create_folder
 
+    if args.target == "serving":
+        return _validate_serving(args)
+    if args.jitters is None:
+        args.jitters = len(validate.JITTER_SEEDS)
     if not 0 <= args.jitters <= 1000:
         raise ConfigError(f"--jitters {args.jitters}: must be 0 to 1000")
     if args.ingredients and not args.jitters:
@@ -351,6 +359,30 @@ def _validate(args: argparse.Namespace) -> int:
     validate.write(folder, found)
     print(validate.table(found))
     print(f"written to {folder}/:\n  validate.json, validate.txt, validate.png, requests.csv")
+    return 0
+
+
+def _validate_serving(args: argparse.Namespace) -> int:
+    from bullet import serving_points, validate_serving
+    from bullet.errors import ConfigError
+    from bullet.results import create_folder
+
+    if args.jitters is not None or args.ingredients:
+        raise ConfigError(f"{'--ingredients' if args.ingredients else '--jitters'}: has no effect on validate serving, which "
+                          "draws its requests")
+    points = serving_points.shipped()
+    if args.data is not None:
+        points += serving_points.unlicensed(args.data)
+    folder = _fresh(args.out, "validate-serving")
+    create_folder(folder)
+    update, close = _progress(validate_serving.runs_of(points), "validate", args.quiet, "run")
+    try:
+        found = validate_serving.validate(points, update)
+    finally:
+        close()
+    validate_serving.write(folder, found)
+    print(validate_serving.table(found))
+    print(f"written to {folder}/:\n  validate.json, validate.txt, validate.png, points.csv")
     return 0
 
 

@@ -342,6 +342,23 @@ def plot_validation(requests: Mapping[str, Mapping[str, NDArray[np.float64]]],
     _save(figure, path)
 
 
+def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str, path: Path) -> None:
+    """Simulated over measured against measured seconds, a colour a group; the band is 10 % either way."""
+    figure = _figure(9, 4.6)
+    axes = figure.add_subplot()
+    for index, (name, pairs) in enumerate(groups.items()):
+        measured, simulated = np.array(pairs).T
+        axes.scatter(measured, simulated / measured, s=14, color=COLOURS[index % len(COLOURS)], label=name,
+                     marker="osD^v"[index // len(COLOURS) % 5])
+    axes.axhspan(0.9, 1.1, color="0.92", zorder=0)
+    axes.axhline(1.0, color="0.5", linewidth=0.8)
+    axes.set_xscale("log")
+    _tidy(axes, "measured, s", "simulated / measured")
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(title)
+    _save(figure, path)
+
+
 def _bars(axes: Any, places: NDArray[Any], values: Sequence[float | None], factor: float, form: str, colours: Sequence[str],
           width: float = 0.65, hatch: str = "", upper: Sequence[float | None] | None = None) -> None:
     """Bars with their values above them, and above a tick at ``upper``; what is undefined has a dash and no bar."""

@@ -102,7 +102,7 @@ def statistics(queued_s: Array, first_s: Array, last_s: Array, output_tokens: ND
 def load_recorded(target: str, data: Path | None = None) -> Recorded:
     """A recorded run with its kernel tables, from the shipped profile or a folder like it."""
     if target not in TARGETS:
-        raise ConfigError(f"unknown validation target {target!r}: choose one of {', '.join(TARGETS)}")
+        raise ConfigError(f"unknown validation target {target!r}: choose one of {', '.join(TARGETS)}, serving")
     gpu, model = TARGETS[target]
     folder = PROFILES / gpu / model if data is None else data
     import pyarrow as pa
