@@ -12,6 +12,7 @@ Kinds of point:
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def read_points(path: Path) -> list[Point]:
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     if not numbered or tuple(numbered[0][1].split(",")) != COLUMNS:
         raise ProfileError(f"{path}: the first line that is no comment must be {','.join(COLUMNS)}")
-    found: dict[str, tuple[tuple[object, ...], dict[str, float]]] = {}
+    found: dict[str, Point] = {}
+    figures: dict[str, dict[str, float]] = {}
     for (number, _), row in zip(numbered[1:], csv.DictReader(line for _, line in numbered), strict=True):
         where = f"{path}:{number}"
         if None in row or None in row.values():
@@ -84,17 +86,16 @@ def read_points(path: Path) -> list[Point]:
             raise ProfileError(f"{where}: kind {kind!r} with metric {metric!r}: allowed are {allowed}")
         if row["source"] not in sources:
             raise ProfileError(f"{where}: source {row['source']!r} has no '# {row['source']}: ..' line above")
-        values = {name: _number(where, name, row[name], name in NEEDS[kind]) for name in COLUMNS[4:9]}
-        measured_s = _number(where, "measured_s", row["measured_s"], True)
-        head = (kind, row["engine"], row["gpu"], sources[row["source"]], *values.values())
-        known, measured = found.setdefault(row["point"], (head, {}))
-        if known != head:
-            raise ProfileError(f"{where}: point {row['point']!r} differs from an earlier row of it in more than the metric")
+        rate, *counts = (_number(where, name, row[name], name in NEEDS[kind]) for name in COLUMNS[4:9])
+        requests, batch, prompt, output = map(int, counts)
+        point = Point(row["point"], kind, row["engine"], row["gpu"], sources[row["source"]], {}, rate, requests, batch, prompt, output)
+        if found.setdefault(point.name, point) != point:
+            raise ProfileError(f"{where}: point {point.name!r} differs from an earlier row of it in more than the metric")
+        measured = figures.setdefault(point.name, {})
         if metric in measured:
-            raise ProfileError(f"{where}: {metric} of {row['point']!r} is there twice")
-        measured[metric] = measured_s
-    return [Point(name, *head[:4], measured, head[4], *(int(x) for x in head[5:]))  # type: ignore[arg-type, call-overload, misc]
-            for name, (head, measured) in found.items()]
+            raise ProfileError(f"{where}: {metric} of {point.name!r} is there twice")
+        measured[metric] = _number(where, "measured_s", row["measured_s"], True)
+    return [dataclasses.replace(point, measured=figures[name]) for name, point in found.items()]
 
 
 def _number(where: str, column: str, text: str, needed: bool) -> float:
