@@ -88,7 +88,8 @@ def read_points(path: Path) -> list[Point]:
             raise ProfileError(f"{where}: source {row['source']!r} has no '# {row['source']}: ..' line above")
         rate, *counts = (_number(where, name, row[name], name in NEEDS[kind]) for name in COLUMNS[4:9])
         requests, batch, prompt, output = map(int, counts)
-        point = Point(row["point"], kind, row["engine"], row["gpu"], sources[row["source"]], {}, rate, requests, batch, prompt, output)
+        point = Point(row["point"], kind, row["engine"], row["gpu"], sources[row["source"]], {}, rate, requests, batch, prompt,
+                      output)
         if found.setdefault(point.name, point) != point:
             raise ProfileError(f"{where}: point {point.name!r} differs from an earlier row of it in more than the metric")
         measured = figures.setdefault(point.name, {})
