@@ -12,6 +12,7 @@ import dataclasses
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,11 +43,28 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+def _number(text: str, least: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a {'positive number' if least else 'number, 0 or more'}")
     return value
+
+
+def _positive(text: str) -> float:
+    return _number(text, sys.float_info.min)
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, 0.0)
+
+
+def _threads(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 1 or more")
+    return int(text)
 
 
 def _splits(text: str) -> list[Split]:
@@ -80,8 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--skip", action="append", default=[], choices=planning.OPS, metavar="OP",
                              help="leave an operation out; may be repeated")
-        command.add_argument("--threads", type=int, default=None, help="--device cpu: threads that stand in for SMs")
-        command.add_argument("--noise-std", type=float, default=0.03, help="--device simulated: relative noise")
+        command.add_argument("--threads", type=_threads, default=None, help="--device cpu: threads that stand in for SMs")
+        command.add_argument("--noise-std", type=_not_negative, default=0.03, help="--device simulated: relative noise")
         command.add_argument("--plan-only", action="store_true", help="print the plan for --gpu and stop; needs no device")
     command = commands.add_parser("table", help="table and summary of a sweep from its rows; needs no device")
     command.add_argument("out", type=Path, help="the sweep's folder")
@@ -97,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     try:
         args = build_parser().parse_args(argv)
+        if args.command in ("check", "sweep", "gpu"):
+            _require_used(args)
         with _terminate_as_interrupt():
             if args.command == "compare":
                 return _compare(args)
@@ -115,6 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _require_used(args: argparse.Namespace) -> None:
+    """An option that the device would ignore is an error: nobody takes plain rows for what was asked."""
+    if args.device != "cuda" and args.backend != "auto":
+        raise ConfigError(f"--backend {args.backend}: only --device cuda has backends, this is --device {args.device}")
+    if args.device == "cpu" and (args.splits or args.ignore_coscheduling):
+        raise ConfigError("--splits, --ignore-coscheduling: a CPU has no SMs to split; use --device cuda or simulated")
 
 
 @contextlib.contextmanager
@@ -285,6 +313,8 @@ def _check(args: argparse.Namespace) -> int:
     if args.device == "simulated":
         table, _, _ = _simulated_table(args)
         report = checking.unchecked(table, f"simulated {args.gpu}", "simulated: split arithmetic alone, nothing is proven")
+        if args.out is not None:
+            report.write(args.out / "check.json")
         say("\n".join([*report.lines()[:2], *(f"  {p.granted!s:>8}  would be granted" for p in table.pairs)]))
         return 0
     if args.out is not None:
@@ -300,8 +330,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace, started_s: float) -> int:
-    if args.noise_std < 0:
-        raise ConfigError(f"--noise-std {args.noise_std}: must be 0 or more")
     model = get_model(args.model or ("tiny" if args.device == "cpu" else "llama-3.1-8b"))
     budget_s = args.budget_s if args.budget_s is not None else (CPU_BUDGET_S if args.device == "cpu" else None)
     if args.plan_only:
@@ -321,11 +349,10 @@ def _sweep(args: argparse.Namespace, started_s: float) -> int:
 
 def _prepare(out: Path) -> None:
     """Make the folder and look at what is in it before a device is opened: an error costs no device time then."""
-    probe = out / ".writable"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as exc:
         raise ResultsError(f"{out}: cannot be written ({exc.strerror}): choose another --out") from None
     samples = out / "samples.jsonl"
@@ -353,13 +380,13 @@ def _run(args: argparse.Namespace, model: ModelSpec, session: _Session, out: Pat
     bench, report = session.bench, session.report
     verdicts = report.lines()
     say("\n".join(verdicts))
-    report.write(out / "check.json")
-    if not any(session.fits(s) for s in session.axes.corun_prefill) or not any(
-            session.fits(s) for s in session.axes.corun_decode):
-        raise ProfileError(f"too little memory on {bench.gpu} for one layer of {model.name}: end other processes, or "
-                           "choose a smaller --model")
     prefix = sweep.run_prefix(bench, model)
     with Journal(out / "samples.jsonl", {"gpu": bench.gpu, "source": bench.source}) as journal:
+        report.write(out / "check.json")  # not before the journal: another GPU's folder stays as it is
+        if not any(session.fits(s) for s in session.axes.corun_prefill) or not any(
+                session.fits(s) for s in session.axes.corun_decode):
+            raise ProfileError(f"too little memory on {bench.gpu} for one layer of {model.name}: end other processes, or "
+                               "choose a smaller --model")
         plan = planning.make_plan(
             model, session.axes, session.rates, budget_s=budget_s, seed=args.seed, fits=session.fits,
             allowed=lambda point: bench.allowed(point) and not _skipped(point, args.skip), done=journal.done(),
@@ -400,13 +427,24 @@ def _closing(bench: Bench, verdicts: list[str], rows: list[dict[str, Any]], resu
     if len(result.failed) > 5:
         fixed.append(f"  .. and {len(result.failed) - 5} more failed points")
     fixed += [f"{len(rows)} rows in {where}", summary.drift_line(rows), *verdicts]
-    return summary.fit(fixed, _tables(rows, bench.gpu, bench.backend))
+    return summary.fit(fixed, _tables(rows))
 
 
-def _tables(rows: Sequence[dict[str, Any]], gpu: str, backend: str) -> list[list[str]]:
-    on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {gpu}"}.get(
-        backend, f"measured on {gpu}" + (", no partition" if backend == "none" else ""))
-    return [summary.control_lines(rows, on), summary.corun_lines(rows, on), summary.operation_lines(rows, on)]
+def _tables(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Control, co-run and operation tables of what was measured last, then those of other models or backends that the
+    folder also holds: one cell never stands for two of them.
+    """
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["dtype"], row["backend"]), []).append(row)
+    tables = []
+    for (model, _, backend), found in sorted(groups.items(), key=lambda group: group[1][-1] is not rows[-1]):
+        gpu = found[0]["gpu"]
+        on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {gpu}"}.get(
+            backend, f"measured on {gpu}" + (", no partition" if backend == "none" else ""))
+        on += f", {model}"
+        tables += [summary.control_lines(found, on), summary.corun_lines(found, on), summary.operation_lines(found, on)]
+    return tables
 
 
 def _table(args: argparse.Namespace) -> int:
@@ -423,7 +461,7 @@ def _table(args: argparse.Namespace) -> int:
     proven = {kind: sum(row["partition"] == kind for row in rows) for kind in ("proven", "unproven", "none")}
     fixed = [f"{len(rows)} rows of {gpu} ({source}): " + ", ".join(f"{n} {kind}" for kind, n in proven.items()),
              summary.drift_line(rows)]
-    lines = summary.fit(fixed, _tables(rows, gpu, rows[-1]["backend"]))
+    lines = summary.fit(fixed, _tables(rows))
     say("\n".join(lines))
     _write_text(args.out / "summary.txt", lines)
     return 0

@@ -87,7 +87,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "origin": ("str", "public table that the row comes from: repository, path, commit; null if measured by this project"),
     "origin_version": ("str", "what was measured there: engine or library with its version"),
     "licence": ("str", "licence of the origin"),
-    "model": ("str", "model whose shapes these are"),
+    "model": ("str", "model whose shapes these are; a config.json's is name#hash of what it says"),
     "dtype": ("str", "element type"),
     "gpu": ("str", "device name; 'CPU, no partition' on a CPU"),
     "compute_capability": ("str", "major.minor"),

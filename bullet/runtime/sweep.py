@@ -35,8 +35,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass
 class SweepResult:
     """What one call did. ``left``: planned points not come to; ``beyond``: points measured beyond the plan. ``stopped``:
-    why it ended before the plan did, or empty. ``status``: exit status of that: 0 for the plan or the budget, 2 busy, 3
-    device lost, 130 Ctrl-C, 143 terminated.
+    why it ended before the plan did, or empty. ``status``: exit status of that: 0 for the plan or the budget, 2 busy or
+    nothing measured, 3 device lost, 130 Ctrl-C, 143 terminated.
     """
 
     measured: int = 0
@@ -58,13 +58,17 @@ def interrupt_status(exc: KeyboardInterrupt) -> int:
 
 
 def run_prefix(bench: Bench, model: ModelSpec) -> str:
-    """What makes ids of one model, element type and backend distinct in a shared table. A config.json is known by what
-    it says: another one of the same name is another model.
+    """What makes ids of one model, element type and backend distinct in a shared table."""
+    return f"{model_label(model)}|{bench.dtype}|{bench.backend}"
+
+
+def model_label(model: ModelSpec) -> str:
+    """A built-in model's name. A config.json is known by what it says as well: another one of the same name is another
+    model, and neither resumes nor is divided by the other's rows.
     """
-    name = model.name
-    if MODELS.get(name) != model:
-        name += f"#{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
-    return f"{name}|{bench.dtype}|{bench.backend}"
+    if MODELS.get(model.name) == model:
+        return model.name
+    return f"{model.name}#{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
 
 
 def utc_now() -> str:
@@ -79,7 +83,7 @@ class _Recorder:
                  fixed: Mapping[str, Any], now: Callable[[], str]) -> None:
         self.bench, self.model, self.journal, self.report, self.now = bench, model, journal, report, now
         self.order = 0
-        self.fixed = {"unit": bench.unit, "device_sms": bench.num_units, "source": bench.source, "model": model.name,
+        self.fixed = {"unit": bench.unit, "device_sms": bench.num_units, "source": bench.source, "model": model_label(model),
                       "dtype": bench.dtype, "gpu": bench.gpu, "seed": seed, "run": journal.run,
                       "bullet": bullet.__version__, "backend": bench.backend, **bench.provenance(), **fixed}
 
@@ -169,6 +173,8 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
         result.stopped, result.status = str(exc), 2
     except KeyboardInterrupt as exc:
         result.stopped, result.status = str(exc) or "interrupted", interrupt_status(exc)
+    if result.failed and not journal.done() and not result.stopped:
+        result.stopped, result.status = f"no point could be measured; the first: {': '.join(result.failed[0])}"[:300], 2
     result.elapsed_s = clock() - begun_s
     return result
 

@@ -321,9 +321,14 @@ def test_simulated_rows_are_samples_of_the_device():
     (["sweep", "--device", "tpu"], "invalid choice"),
     (["sweep", "--splits", "112-20"], "must read prefill+decode"),
     (["sweep", "--budget-s", "-1"], "must be a positive number"),
-    (["sweep", "--budget-s", "soon"], "invalid"),
+    (["sweep", "--budget-s", "nan"], "must be a positive number"),
+    (["sweep", "--budget-s", "soon"], "'soon': must be a positive number"),
     (["sweep", "--device", "simulated", "--model", "gpt-9"], "unknown model 'gpt-9'"),
-    (["sweep", "--device", "simulated", "--noise-std", "-1"], "--noise-std -1.0"),
+    (["sweep", "--device", "simulated", "--noise-std", "-1"], "--noise-std: '-1': must be a number, 0 or more"),
+    (["sweep", "--device", "simulated", "--noise-std", "nan"], "must be a number, 0 or more"),
+    (["sweep", "--device", "cpu", "--threads", "0"], "'0': must be a whole number, 1 or more"),
+    (["sweep", "--device", "cpu", "--splits", "1+1"], "a CPU has no SMs to split"),
+    (["check", "--device", "simulated", "--backend", "software"], "only --device cuda has backends"),
     (["sweep", "--skip", "softmax"], "invalid choice"),
     ([], "required"),
 ])
@@ -445,6 +450,59 @@ def test_two_configs_of_one_name_are_two_models():
     names = {run_prefix(bench, m) for m in (LLAMA, other, dataclasses.replace(LLAMA, num_layers=3))}
     assert len(names) == 3
     assert run_prefix(bench, other) == run_prefix(bench, dataclasses.replace(LLAMA, num_layers=2))
+
+
+def test_two_configs_of_one_name_in_one_folder_are_not_divided_by_each_other(tmp_path):
+    """The second model takes twice as long, alone and beside: every slow-down stays 1."""
+    for model, cost in ((LLAMA, 1e-3), (dataclasses.replace(LLAMA, num_layers=2), 2e-3)):
+        device = Scripted(Clock())
+        measure = device.measure
+
+        def slower(point, measure=measure, cost=cost):
+            return [dataclasses.replace(m, stats=Stats(cost, cost, cost, 9)) for m in measure(point)]
+
+        device.measure = slower
+        plan = make_plan(model, gpu_axes(SPLITS, []), RATES, budget_s=40, prefix=run_prefix(device, model))
+        with Journal(tmp_path / "samples.jsonl", {"gpu": "scripted", "source": "simulated"}) as journal:
+            run_sweep(device, model, plan, journal, unchecked(device.table, "scripted", ""), clock=device.clock)
+    rows = finalise(read_journal(tmp_path / "samples.jsonl")[1])
+    coruns = [r for r in rows if r["kind"] == "corun"]
+    assert {r["slowdown"] for r in coruns} == {1.0}
+    assert len({r["model"] for r in coruns}) == 2
+
+
+def test_models_of_one_folder_are_printed_apart_the_latest_first(tmp_path, capsys):
+    command = ["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]
+    assert profile_cli.main(command) == 0
+    alone = [line for line in capsys.readouterr().out.splitlines() if "112+20" in line]
+    assert profile_cli.main([*command, "--model", "qwen3-32b"]) == 0
+    summary = (tmp_path / "summary.txt").read_text()
+    assert [line for line in summary.splitlines() if line.startswith("Co-run")] == [
+        f"Co-run, SIMULATED simulated h200, {model}: slow-down of decode / prefill over the same lane alone "
+        "(~ drifted, ? unproven, all: no split)" for model in ("qwen3-32b", "llama-3.1-8b")]
+    assert [line for line in summary.splitlines() if "112+20" in line][-len(alone):] == alone
+    assert profile_cli.main(["table", str(tmp_path)]) == 0
+    assert "llama-3.1-8b: slow-down" in (tmp_path / "summary.txt").read_text()
+
+
+def test_another_gpus_folder_stays_as_it_is(tmp_path, capsys):
+    command = ["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]
+    (tmp_path / ".writable").write_text("mine")
+    assert profile_cli.main(command) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert profile_cli.main([*command, "--gpu", "h100"]) == 2
+    assert "holds rows of gpu 'simulated h200'" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_sweep_in_which_every_point_fails_is_an_error(tmp_path):
+    plan = make_plan(LLAMA, gpu_axes(SPLITS, []), RATES, budget_s=20)
+    result, rows = run(tmp_path, Scripted(Clock(), fail={n: PointError("no such kernel") for n in range(999)}), plan)
+    assert result.status == 2
+    assert result.stopped.startswith("no point could be measured; the first: ")
+    assert "no such kernel" in result.stopped
+    assert result.measured == 0
+    assert {r["kind"] for r in rows} <= {"anchor"}
 
 
 def test_compare_two_tables(tmp_path, capsys):
