@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 not proven (check) or tables that disagree, 2 the user's to repair, 3 device lost,
-    130 Ctrl-C, 143 terminated."""
+    130 Ctrl-C, 141 nobody reads the output, 143 terminated."""
     started_s = time.monotonic()
     try:
         args = build_parser().parse_args(argv)
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return sweep.interrupt_status(exc)
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 141
 
 
 def _require_used(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ Nothing here imports torch; pyarrow is imported where a parquet file is read or 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from bullet.errors import ProfileError, ResultsError
 
@@ -136,8 +137,8 @@ class Journal:
     """Append-only rows on disk, flushed one by one. A context manager.
 
     ``identity``: what must agree for rows to be comparable (gpu, source, backend). Opening an existing journal reads its
-    rows; :class:`ProfileError` if it is of another schema or identity, or broken anywhere but in its last line;
-    :class:`ResultsError` if it cannot be written.
+    rows; :class:`ProfileError` if it is of another schema or identity, broken anywhere but in its last line,
+    or while another process writes it; :class:`ResultsError` if it cannot be written.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
@@ -146,19 +147,33 @@ class Journal:
         self.rows: list[Row] = []
         self.run = 0
         try:
-            if path.exists() and path.stat().st_size:
-                header, self.rows, good_bytes = read_journal(path)
-                _require_same(path, header, self.identity)
-                self.run = 1 + max((row["run"] or 0 for row in self.rows), default=0)
-                if good_bytes < path.stat().st_size:
-                    os.truncate(path, good_bytes)  # half a line, from a run that was cut off
-                self._file: IO[str] = path.open("a", encoding="utf-8")
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("w", encoding="utf-8")
-                self._write({"schema": SCHEMA, "version": SCHEMA_VERSION, **self.identity})
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: what a full disk refused must not be tried again on closing.
+            self._file = path.open("ab", buffering=0)
+            try:
+                self._begin()
+            except BaseException:
+                self._file.close()
+                raise
         except OSError as exc:
             raise ResultsError(f"{path}: cannot be written ({exc.strerror}): choose another --out") from None
+
+    def _begin(self) -> None:
+        path = self.path
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ProfileError(f"{path}: another sweep is writing it: wait for its end or choose another --out") from None
+        except OSError:
+            pass  # a file system without locks
+        if not path.stat().st_size:
+            self._write({"schema": SCHEMA, "version": SCHEMA_VERSION, **self.identity})
+            return
+        header, self.rows, good_bytes = read_journal(path)
+        _require_same(path, header, self.identity)
+        self.run = 1 + max((row["run"] or 0 for row in self.rows), default=0)
+        if good_bytes < path.stat().st_size:
+            os.truncate(path, good_bytes)  # half a line, from a run that was cut off
 
     def append(self, row: Mapping[str, Any]) -> Row:
         """Check, write and flush one row."""
@@ -171,8 +186,9 @@ class Journal:
         return full
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        while line:
+            line = line[self._file.write(line):]
 
     def done(self) -> set[str]:
         """Ids measured so far, anchors aside."""

@@ -95,6 +95,16 @@ def test_foreign_files_are_refused_untouched(tmp_path, text, message):
     assert path.read_text() == text
 
 
+def test_two_sweeps_never_write_one_table_at_once(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    with Journal(path, IDENTITY) as journal:
+        journal.append(row())
+        with pytest.raises(ProfileError, match="another sweep is writing it"):
+            Journal(path, IDENTITY)
+    with Journal(path, IDENTITY) as journal:
+        assert len(journal.rows) == 1
+
+
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ResultsError, match=r"cannot be written .* choose another --out"):

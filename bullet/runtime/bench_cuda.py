@@ -23,6 +23,8 @@ import math
 import os
 import statistics
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -68,8 +70,30 @@ ALU_SPIN_S = 5e-4
 CLOCKS_RISE_S = 1.0
 """Full load before the first anchor. *Assumed.*"""
 PROBE_SPIN_NS = 20_000
+HANG_S = 120.0
+"""A point, an anchor or a probe that takes longer hangs. *Assumed*: the longest of an 8B model takes some seconds."""
 FREE_SHARE = 0.12
 """Below this share of free memory, cached graphs and data are dropped before more is built."""
+
+
+@contextmanager
+def bounded(what: str) -> Iterator[None]:
+    """End the process, status 3, if the body takes ``HANG_S``: a wait for a GPU that hangs cannot be interrupted, not
+    even by a signal. Rows are on disk by then, and the driver takes back the contexts of a process that ends.
+    """
+    def hung() -> None:
+        sys.stderr.write(f"bullet-profile: error: {what}: the GPU has not answered for {HANG_S:.0f} s: rows until here are "
+                         "kept (`bullet-profile table` makes their table); the same command resumes\n")
+        sys.stderr.flush()
+        os._exit(3)
+
+    timer = threading.Timer(HANG_S, hung)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class OutOfMemoryError(PointError):
@@ -143,10 +167,11 @@ class CudaBench:
         return not (self._kernels is None and point.control == "alu_spin")
 
     def measure(self, point: Point) -> list[Measurement]:
-        try:
-            return self._measure(point)
-        except OutOfMemoryError:  # what was cached for other points is gone now: once more
-            return self._measure(point)
+        with bounded(point.key):
+            try:
+                return self._measure(point)
+            except OutOfMemoryError:  # what was cached for other points is gone now: once more
+                return self._measure(point)
 
     def _measure(self, point: Point) -> list[Measurement]:
         with self._guard(point.key, point.shape.op):
@@ -162,7 +187,7 @@ class CudaBench:
         if arrived and not self._allow_busy:
             raise BusyError(f"another process has come to the GPU ({', '.join(arrived[:3])}): rows until here are kept; end it "
                             "and run the same command again to resume, or pass --allow-busy and every row says so")
-        with self._guard("anchor", shape.op):
+        with bounded("anchor"), self._guard("anchor", shape.op):
             if self._anchor is None:
                 self._anchor = self._capture(lane, self._workload(shape, "prefill"), self._bytes(shape))
                 # An idle card takes a while to raise its clocks, and the first anchor must not be slow for that.
@@ -198,11 +223,12 @@ class CudaBench:
 
     def close(self) -> None:
         """Graphs, then streams, then contexts; idempotent."""
-        try:
-            self.release()
-        finally:
-            self.table.close()
-            self.plain.close()
+        with bounded("cleaning up"):
+            try:
+                self.release()
+            finally:
+                self.table.close()
+                self.plain.close()
 
     # ---- points -----------------------------------------------------------------------------------
 
@@ -286,7 +312,8 @@ class CudaBench:
             self._drop_cached()
 
     def _drop_cached(self) -> None:
-        self._cuda.synchronize()
+        with bounded("dropping what was cached"):
+            self._cuda.synchronize()
         self._graphs.clear()
         self._anchor = None
         self._pools.clear()
@@ -483,9 +510,9 @@ class CudaBench:
         if self._kernels is None:
             return ""
         try:
-            with self._on(self.plain.pairs[0].prefill):
+            with bounded("first kernel"), self._on(self.plain.pairs[0].prefill):
                 self._gate(1e-5)
-            self._cuda.synchronize()
+                self._cuda.synchronize()
         except Exception as exc:  # no C compiler, a driver too old for its PTX, ..
             self._kernels = None
             return _one_line(exc) or type(exc).__name__
@@ -502,11 +529,13 @@ class CudaBench:
 
     def probe_pair(self, pair: Pair, mode: str) -> tuple[Reading, Reading]:
         """Both lanes' probes behind one gate: launched eagerly, or replayed from graphs captured on the lanes' streams."""
-        return self._probe(pair.lanes, mode)
+        with bounded(f"probe of {pair.granted}, {mode}"):
+            return self._probe(pair.lanes, mode)
 
     def probe_plain(self) -> tuple[Reading, Reading]:
         """The same on two plain streams."""
-        return self._probe(self.plain.pairs[0].lanes, "eager")
+        with bounded("probe of plain streams"):
+            return self._probe(self.plain.pairs[0].lanes, "eager")
 
     def _probe(self, lanes: tuple[Lane, Lane], mode: str) -> tuple[Reading, Reading]:
         if self._kernels is None:
@@ -543,15 +572,16 @@ class CudaBench:
         cuda = self._cuda
         a, b = first.prefill.stream, second.decode.stream
         seconds = []
-        for _ in range(20):
-            left, arrived = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            with self._on(first.prefill):
-                self._gate(2e-4)
-                left.record(a)
-            b.wait_event(left)
-            arrived.record(b)
-            arrived.synchronize()
-            seconds.append(left.elapsed_time(arrived) * 1e-3)
+        with bounded("switch between pairs"):
+            for _ in range(20):
+                left, arrived = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+                with self._on(first.prefill):
+                    self._gate(2e-4)
+                    left.record(a)
+                b.wait_event(left)
+                arrived.record(b)
+                arrived.synchronize()
+                seconds.append(left.elapsed_time(arrived) * 1e-3)
         return statistics.median(seconds)
 
 

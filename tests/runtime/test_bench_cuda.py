@@ -7,13 +7,16 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_cuda import FakeCuda, FakeKernels, FakeShop  # noqa: E402
+from fake_cuda import FakeCuda, FakeEvent, FakeKernels, FakeShop, FakeStream  # noqa: E402
 from stub_driver import StubDriver  # noqa: E402
 
 from bullet import profile_cli  # noqa: E402
@@ -374,6 +377,53 @@ def test_lost_device_keeps_rows_and_exits_3(gpu, tmp_path, capsys):
     assert len(rows) > 10
     assert (tmp_path / "samples.parquet").exists()
     assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
+
+
+def test_a_gpu_that_hangs_ends_the_process_and_rows_are_kept(tmp_path):
+    """In a process of its own, since it is ended: nothing ever answers it but the bound."""
+    code = textwrap.dedent("""
+        import sys, threading
+        from pathlib import Path
+        from bullet.runtime import bench_cuda
+        from bullet.tables import Journal
+
+        bench_cuda.HANG_S = 0.1
+        row = dict(id="a", kind="solo", op="copy", backend="none", partition="none", lane="full", sms=1, device_sms=1,
+                   corunner="idle", median_s=1.0, samples=1, source="measured", gpu="g", measured_at="now")
+        with Journal(Path(sys.argv[1]), {"gpu": "g", "source": "measured"}) as journal:
+            journal.append(row)
+            with bench_cuda.bounded("corun|112+20"):
+                threading.Event().wait()
+    """)
+    path = tmp_path / "samples.jsonl"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert "corun|112+20: the GPU has not answered for 0 s: rows until here are kept" in done.stderr
+    assert [row["id"] for row in read_journal(path)[1]] == ["a"]
+
+
+def test_every_wait_for_the_gpu_is_bounded(gpu, tmp_path, monkeypatch):
+    depth, waits = [], []
+
+    @contextmanager
+    def bounded(what):
+        depth.append(what)
+        try:
+            yield
+        finally:
+            depth.pop()
+
+    monkeypatch.setattr(bench_cuda, "bounded", bounded)
+    for kind in (FakeCuda, FakeStream, FakeEvent):
+        def wait(self, real=kind.synchronize):
+            waits.append(list(depth))
+            real(self)
+        monkeypatch.setattr(kind, "synchronize", wait)
+    gpu.options["graphs_leak"] = "without context"  # so that contexts are entered too
+    assert profile_cli.main(["gpu", "--budget-s", "60", "--out", str(tmp_path)]) == 0
+    assert len(waits) > 100
+    assert all(waits)
 
 
 @pytest.mark.parametrize(("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])

@@ -422,6 +422,37 @@ def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, capsys, monkeypatch)
     assert profile_cli.main(command) == 0
 
 
+def test_a_full_disk_is_one_line_and_no_row_is_lost(tmp_path):
+    """The system's own refusal in the middle of a line: a process that may write no file beyond 40,000 bytes."""
+    code = textwrap.dedent("""
+        import resource, sys
+        from bullet import profile_cli
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        sys.exit(profile_cli.main(sys.argv[1:]))
+    """)
+    command = ["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot be written (File too large): rows until here are kept" in done.stderr
+    assert (tmp_path / "samples.jsonl").stat().st_size == 40_000
+    kept = read_journal(tmp_path / "samples.jsonl")[1]
+    assert len(kept) > 10
+    assert profile_cli.main(command) == 0
+    rows = read_journal(tmp_path / "samples.jsonl")[1]
+    assert rows[:len(kept)] == kept
+    assert len({r["id"] for r in rows}) == len(rows) > len(kept)
+
+
+def test_nobody_reads_the_output(tmp_path):
+    command = [sys.executable, "-m", "bullet.profile_cli", "sweep", "--device", "simulated", "--out", str(tmp_path)]
+    end, other = os.pipe()
+    os.close(end)
+    with open(other, "wb") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_sweep_that_was_killed_gets_its_table_from_its_rows(tmp_path, capsys):
     assert profile_cli.main(["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]) == 0
     before = (tmp_path / "samples.parquet").read_bytes()
