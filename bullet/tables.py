@@ -243,7 +243,8 @@ def _require_same(path: Path, header: Mapping[str, Any], identity: Mapping[str, 
 def finalise(rows: Sequence[Mapping[str, Any]], drift_limit: float = DRIFT_LIMIT) -> list[Row]:
     """Rows with ``drift``, ``drift_ok`` and ``slowdown`` filled in; order kept, input untouched.
 
-    Drift: the mean of the anchors just before and just after the row, over the median anchor of its run, minus 1.
+    Drift: the mean of the anchors just before and just after the row, over the median anchor of its run, minus 1;
+    an anchor's is its own.
     Slow-down: over the median of the rows alone on the same lane of the same split, drifted rows left out.
     """
     out = [check_row(row) for row in rows]
@@ -259,7 +260,7 @@ def finalise(rows: Sequence[Mapping[str, Any]], drift_limit: float = DRIFT_LIMIT
         row["drift"], row["drift_ok"] = None, None
         if found:
             at = bisect_right(found, (row["order"] or 0, math.inf))
-            around = [s for _, s in found[max(0, at - 1):at + 1]]
+            around = [row["median_s"]] if row["kind"] == "anchor" else [s for _, s in found[max(0, at - 1):at + 1]]
             row["drift"] = statistics.fmean(around) / centre[row["run"] or 0] - 1
             row["drift_ok"] = abs(row["drift"]) <= drift_limit
     alone: dict[tuple[Any, ...], list[float]] = {}

@@ -130,6 +130,7 @@ def test_drift_is_read_from_the_anchors_around_a_row():
     done = {r["id"]: r for r in finalise(rows)}
     assert done["early"]["drift"] == pytest.approx(0.0)
     assert done["late"]["drift"] == pytest.approx(0.15)
+    assert [done[f"anchor{i}"]["drift"] for i in range(4)] == pytest.approx([0.0, 0.0, 0.3, 0.0])  # each by itself
     assert (done["early"]["drift_ok"], done["late"]["drift_ok"], done["steady"]["drift_ok"]) == (True, False, True)
     assert done["beside"]["slowdown"] == 1.0  # the drifted run alone (9.0) is left out of the baseline
 
