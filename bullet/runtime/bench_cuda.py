@@ -258,6 +258,12 @@ class CudaBench:
                   else self._control(point.control, lanes[1]))
         wanted = (self._min_prefill if point.shape.op.startswith("prefill") else self._replays,
                   self._replays if point.other is not None else 1)
+        # Beside a long prefill replay a train of short ones would be too long for the driver's queue: longer replays
+        # then. Half the limit, so that a lane slowed down twice as much as the margin allows for still fits.
+        needed = timing.train_lengths(graphs[0].replay_s, graphs[1].replay_s, min_prefill=wanted[0], min_decode=wanted[1],
+                                      limit=1 << 30)
+        graphs = (self._stretched(lanes[0], graphs[0], math.ceil(2 * needed[0] / TRAIN_LIMIT)),
+                  self._stretched(lanes[1], graphs[1], math.ceil(2 * needed[1] / TRAIN_LIMIT)))
         expected = [graph.replay_s for graph in graphs]
         for _ in range(3):
             counts = timing.train_lengths(expected[0], expected[1], min_prefill=wanted[0], min_decode=wanted[1],
@@ -373,6 +379,16 @@ class CudaBench:
             graph = self._capture_repeats(lane, work, wanted, moved)
             self._time_alone(lane, graph)
         return graph
+
+    def _stretched(self, lane: Lane, graph: Graph, times: int) -> Graph:
+        """The same with ``times`` as many repetitions in a replay."""
+        if times <= 1:
+            return graph
+        key = ((id(graph.keep), times), id(lane.stream))
+        if key not in self._graphs:
+            self._graphs[key] = self._capture_repeats(lane, graph.keep, graph.repeats * times, graph.bytes)
+            self._time_alone(lane, self._graphs[key])
+        return self._graphs[key]
 
     def _capture_repeats(self, lane: Lane, work: Any, count: int, moved: float | None) -> Graph:
         """``count`` repetitions in one graph. Graphs of one stream never run at once, so they share a memory pool.

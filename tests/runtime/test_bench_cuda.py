@@ -101,6 +101,25 @@ def test_controls_time_one_lane(control):
     assert row.stats.samples >= 20
 
 
+@pytest.mark.parametrize("beside", ["decode", "alu_spin"])
+def test_a_replay_thousands_of_times_shorter_than_the_other_is_made_longer(beside, monkeypatch):
+    """Prefill on few SMs of a slow card beside a small decode batch: 3,000 replays would be needed to cover its window."""
+    bench, _, _ = open_bench([Split(20, 112)])
+    slow = bench._shop.rates = Rates(132, 1e14, 3e12)
+    long, short = prefill("prefill_layer", 8192), decode("decode_layer", 1, 1024)
+    assert slow.seconds(LLAMA, long, 20) * 17 > 3000 * bench_cuda.ALU_SPIN_S
+    lengths, run = [], bench._run
+    monkeypatch.setattr(bench, "_run", lambda trains: lengths.append(max(t[2] for t in trains)) or run(trains))
+    if beside == "decode":
+        first, second = bench.measure(Point("corun", Split(20, 112), "both", long, short))
+        assert second.stats.median_s == pytest.approx(slow.seconds(LLAMA, short, 112))
+    else:
+        first, = bench.measure(Point("control", Split(20, 112), "prefill", long, control=beside))
+    assert first.stats.median_s == pytest.approx(slow.seconds(LLAMA, long, 20))
+    assert first.stats.samples >= 8
+    assert max(lengths) <= bench_cuda.TRAIN_LIMIT
+
+
 def test_unpartitioned_corun_runs_on_two_plain_streams():
     bench, _, _ = open_bench()
     p, d = bench.measure(Point("corun", None, "both", PREFILL, DECODE))
