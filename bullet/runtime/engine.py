@@ -18,7 +18,7 @@ The GPU side is not yet run on a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,18 +142,20 @@ def kv_blocks_that_fit(arch: Architecture, free_bytes: int, reserve_bytes: int, 
 
 
 class Engine:
-    """See the module's text. ``max_tokens``: longest sequence, prompt and output together; ``cuda``: a test's stand-in
-    for ``torch.cuda``, which is taken where the device is a GPU."""
+    """See the module's text. ``max_tokens``: longest sequence, prompt and output together. ``enter``: makes a lane's green
+    context current (:meth:`bullet.runtime.partition.PartitionTable.current`), where the check found that its stream alone
+    is not enough. ``cuda``: a test's stand-in for ``torch.cuda``, which is taken where the device is a GPU."""
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops, *, kv_blocks: int, max_tokens: int,
                  device: torch.device | str = "cpu", block_tokens: int = KV_BLOCK_TOKENS,
-                 buckets: Sequence[int] = BUCKETS, cuda: Any = None) -> None:
+                 buckets: Sequence[int] = BUCKETS, enter: Callable[[Lane], Any] | None = None, cuda: Any = None) -> None:
         spec = arch.spec
         if max_tokens > spec.context_tokens:
             raise EngineError(f"longest sequence of {max_tokens} tokens: {spec.name} is made for {spec.context_tokens}")
         if kv_blocks < 1 or block_tokens < 1 or block_tokens & (block_tokens - 1):
             raise EngineError(f"KV cache of {kv_blocks} blocks of {block_tokens} tokens: at least one block, a power of two long")
         self.arch, self.ops, self.device = arch, ops, torch.device(device)
+        self._enter = enter
         self._cuda = torch.cuda if cuda is None and self.device.type == "cuda" else cuda
         self.block_tokens, self.max_tokens = block_tokens, max_tokens
         self.table_width = -(-max_tokens // block_tokens)
@@ -354,13 +356,15 @@ class Engine:
     def _capture_one(self, lane: Lane, bucket: int) -> Any:
         assert self._static is not None
         static, stream, cuda = self._static, lane.stream, self._cuda
-        with cuda.stream(stream):
+        # Graphs of one stream never run at once, so they share memory; all live until close, as torch's pools demand.
+        if id(stream) not in self._pools:
+            self._pools[id(stream)] = cuda.graph_pool_handle()
+        pool = self._pools[id(stream)]
+        with self._on(lane):
             static.fill((), bucket, self)
             self._decode_static(static, bucket, lane.sms)
             stream.synchronize()
             graph = cuda.CUDAGraph()
-            # Graphs of one stream never run at once: they share a memory pool, which lives as long as one of them does.
-            pool = self._pools.setdefault(id(stream), cuda.graph_pool_handle())
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 self._decode_static(static, bucket, lane.sms)
@@ -415,8 +419,14 @@ class Engine:
             raise EngineError(f"{what}: the GPU failed ({message}): finished requests are kept; run again, and with "
                               "CUDA_LAUNCH_BLOCKING=1 to see which kernel it was") from None
 
-    def _on(self, lane: Lane) -> Any:
-        return nullcontext() if self._cuda is None else self._cuda.stream(lane.stream)
+    @contextmanager
+    def _on(self, lane: Lane) -> Iterator[None]:
+        """The lane's stream is current, and its green context where that is asked for."""
+        if self._cuda is None:
+            yield
+            return
+        with nullcontext() if self._enter is None else self._enter(lane), self._cuda.stream(lane.stream):
+            yield
 
     def _wait_for(self, ids: Sequence[int], lane: Lane) -> None:
         # The other lane's last work on these sequences: their keys and values must be there.
