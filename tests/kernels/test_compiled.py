@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import pytest
@@ -30,3 +31,15 @@ def test_kernels_compile(name, capability):
         ptx = compiled.asm["ptx"]
         assert "mma" in ptx  # tensor cores
         assert "cp.async" in ptx  # loads overlap arithmetic
+
+
+SIZES = {"batch", "num_kv_heads", "num_heads", "num_rows", "num_tiles", "rows", "columns", "num_elements"}
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_kernels_compile_for_sizes_of_one(name):
+    """Triton makes a constant of an argument that is 1: one sequence, one KV head, one row."""
+    entry = ENTRIES[name]
+    ones = dict.fromkeys(SIZES & set(entry.signature), 1)
+    assert ones
+    compile_for(dataclasses.replace(entry, constants={**entry.constants, **ones}), 90)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from fake_cuda import FakeCuda  # noqa: E402
+from fake_cuda import FakeCuda, FakeGraph  # noqa: E402
 from stub_driver import StubDriver  # noqa: E402
 
 from bullet.config import ModelSpec  # noqa: E402
@@ -172,10 +173,11 @@ class Recorded(Engine):
         self._cuda.launch(1e-3, effect)
 
 
-def fake(buckets=(1, 2, 4)):
+def fake(buckets=(1, 2, 4), **options):
     cuda = FakeCuda(StubDriver())
     arch = Architecture.of(TINY, torch.float32)
-    engine = Recorded(arch, random_weights(arch, 3, CPU), Ops("torch"), kv_blocks=30, max_tokens=128, buckets=buckets, cuda=cuda)
+    engine = Recorded(arch, random_weights(arch, 3, CPU), Ops("torch"), kv_blocks=30, max_tokens=128, buckets=buckets, cuda=cuda,
+                      **options)
     engine.kv.fill_(float("nan"))
     engine.ran = []
     lanes = [Lane(name, sms, sms, cuda.Stream()) for name, sms in (("prefill", 80), ("decode", 24), ("decode", 48))]
@@ -195,6 +197,33 @@ def test_one_graph_for_each_lane_and_bucket_on_the_lanes_own_stream():
         assert engine.ran == [(lane.stream, bucket, lane.sms)]
     engine.close()
     assert not engine._graphs
+
+
+def test_a_lanes_context_is_current_around_every_capture_and_launch_where_that_is_asked_for():
+    entered, inside = [], []
+
+    @contextmanager
+    def enter(lane):
+        entered.append(lane)
+        inside.append(lane)
+        yield
+        inside.pop()
+
+    _, engine, (prefill_lane, small, large) = fake(enter=enter)
+    begin = FakeGraph.capture_begin
+    where = []
+    try:
+        FakeGraph.capture_begin = lambda *args, **kwargs: (where.append(list(inside)), begin(*args, **kwargs))[1]
+        engine.capture([small, large])
+    finally:
+        FakeGraph.capture_begin = begin
+    assert where == [[small]] * 3 + [[large]] * 3
+    engine.add(0, prompt(20))
+    entered.clear()
+    prefill(engine, 0, lane=prefill_lane)
+    engine.decode([0], large).finish()
+    assert entered == [prefill_lane, prefill_lane, large]
+    assert inside == []
 
 
 def test_graphs_decode_as_eager_does_whatever_the_bucket_and_the_lane():
