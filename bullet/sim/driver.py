@@ -65,13 +65,13 @@ class RowSink(Protocol):
 
 
 class ListSink:
-    """Rows in memory, for runs without a folder."""
+    """Rows in memory, one after the other, for runs without a folder."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Any, ...]] = []
-        self.requests: list[tuple[Any, ...]] = []
-        self.step = self.steps.append
-        self.request = self.requests.append
+        self.steps: list[Any] = []
+        self.requests: list[Any] = []
+        self.step = self.steps.extend
+        self.request = self.requests.extend
 
 
 Recorder = Callable[[str, tuple[Any, ...]], None]
@@ -647,7 +647,7 @@ def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, 
     if writer is not None:
         steps, requests = writer.tables()
     else:
-        steps, requests = StepTable.from_rows(sink.steps), RequestTable.from_rows(sink.requests)
+        steps, requests = StepTable.from_cells(sink.steps), RequestTable.from_cells(sink.requests)
     tpot_slo_s = config.slo.tpot_s
     assert tpot_slo_s is not None
     return RunOutcome(
