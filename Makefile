@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-core test-torch lint gpu clean
+.PHONY: demo test test-core test-torch test-triton39 lint gpu clean
 
 # For the tests that need torch: a CPU build, in an environment of its own (1.9 GB). Where plain `torch` is a CUDA build of
 # several gigabytes: make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -55,8 +55,17 @@ test-core: $(VENV)/.test
 test-torch: $(TORCH_VENV)/.test
 	$(TORCH_VENV)/bin/python -m pytest tests/runtime tests/kernels tests/test_tables.py
 
+# The same kernels on Triton 3.9, by hand: an environment of its own. (3.9 warns where the default of its fusion is unset.)
+test-triton39:
+	@test -x .venv-triton39/bin/python || $(PYTHON) -m venv .venv-triton39
+	.venv-triton39/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
+	grep -v '^triton' requirements/gpu-test.txt > .venv-triton39/requirements.txt
+	.venv-triton39/bin/python -m pip --disable-pip-version-check -q install -r .venv-triton39/requirements.txt triton==3.9.0
+	.venv-triton39/bin/python -m pip --disable-pip-version-check -q install --no-deps -e .
+	TRITON_DEFAULT_FP_FUSION=1 .venv-triton39/bin/python -m pytest tests/kernels
+
 gpu:
 	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $(BUDGET_S) --out $(OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV)
+	rm -rf $(VENV) $(TORCH_VENV) .venv-triton39
