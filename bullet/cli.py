@@ -57,6 +57,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _number(text: str) -> float:
     try:
+        if "_" in text:  # Python takes 1_0 for 10
+            raise ValueError
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
@@ -64,6 +66,8 @@ def _number(text: str) -> float:
 
 def _whole(text: str) -> int:
     try:
+        if "_" in text:
+            raise ValueError
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

@@ -386,8 +386,12 @@ class RunConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
 
+
+PLAIN_NAMES: Mapping[Any, str] = types.MappingProxyType({
+    str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "none"})
+"""How messages call the types that a value may have."""
 
 NONE = "none"
 """Stands for ``None`` in TOML, which has no null, where a number is expected."""
@@ -435,7 +439,7 @@ def _coerce(hint: Any, value: Any, where: str, path: str) -> Any:
             return value
         if typing.get_origin(option) is not None and isinstance(value, Mapping):
             return dict(value)
-    names = " or ".join("none" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    names = " or ".join(PLAIN_NAMES.get(o, "a table") for o in options)
     raise ConfigError(f"{where}: {path} = {value!r}: must be {names}")
 
 

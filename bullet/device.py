@@ -212,6 +212,9 @@ class DeviceModel:
         if tensor_parallel > 1 and (model.num_heads % tensor_parallel or model.intermediate_size % tensor_parallel):
             raise ConfigError(f"device.tensor_parallel = {tensor_parallel}: must divide {model.name}'s "
                               f"{model.num_heads} heads and {model.intermediate_size} intermediate size")
+        if model.num_kv_heads % tensor_parallel and tensor_parallel % model.num_kv_heads:
+            raise ConfigError(f"device.tensor_parallel = {tensor_parallel}: must divide {model.name}'s {model.num_kv_heads} KV "
+                              "heads, or be a multiple of them")
         self.model = model
         self.gpu = gpu
         self.coefficients = c = coefficients
@@ -564,7 +567,9 @@ def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> 
     """KV capacity in tokens, whole blocks: memory x utilisation less weights and reserve, per GPU of the group."""
     tp = config.tensor_parallel
     usable = gpu.mem_bytes * config.memory_utilization - model.weight_bytes / tp - config.reserve_bytes
-    tokens = int(usable // (model.kv_bytes_per_token / tp)) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    # With more GPUs than KV heads each holds one whole head: the heads are repeated.
+    bytes_per_token = model.kv_bytes_per_token / min(tp, model.num_kv_heads)
+    tokens = int(usable // bytes_per_token) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
     if tokens < KV_BLOCK_TOKENS:
         raise ConfigError(f"model {model.name} needs {model.weight_bytes / 1e9:.1f} GB of weights: {tp} x {gpu.name} "
                           f"({gpu.mem_bytes / 1e9:.0f} GB each) leave no room for KV; raise device.tensor_parallel")

@@ -91,11 +91,14 @@ def test_list_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--rate", "0"], ["--rate", "0.0", "positive"]), (["--num-requests", "0"], ["--num-requests", "positive"]),
-    (["--rate", "fast"], ["'fast' is not a number"]), (["--policy", "bulet"], ["unknown policy 'bulet'", "vllm-N"]),
+    (["--rate", "fast"], ["'fast' is not a number"]), (["--rate", "1_0"], ["'1_0' is not a number"]),
+    (["--num-requests", "1_0"], ["'1_0' is not a whole number"]), (["--rate", "1e-300"], ["--rate", "too small"]),
+    (["--set", "policy.options=3"], ["must be a table"]), (["--seed", str(2**63)], ["seed", "0 to 2^63 - 1"]),
+    (["--policy", "bulet"], ["unknown policy 'bulet'", "vllm-N"]),
     (["--model", "gpt-9"], ["unknown model 'gpt-9'", "llama-3.1-8b"]), (["--gpu", "b300"], ["unknown gpu 'b300'", "h100"]),
     (["--trace", "azure"], ["unknown trace 'azure'", "azure-code"]),
     (["--set", "device.colour=1"], ["unknown key 'device.colour'"]),
-    (["--set", "nonsense"], ["must read key.subkey=value"]), (["--set", "seed=1.5"], ["seed = 1.5", "int"]),
+    (["--set", "nonsense"], ["must read key.subkey=value"]), (["--set", "seed=1.5"], ["seed = 1.5", "a whole number"]),
     (["--set", "policy.options.knob=1"], ["no such option"]), (["--policy", "static-95"], ["static-95", "steps of 2"]),
     (["--set", "device.partition_step_sms=7"], ["partition step of 7"]), (["--config", "absent.toml"], ["absent.toml"]),
     (["--cv", "2"], ["--cv 2 has no effect on poisson"]), (["--time-scale", "2"], ["--time-scale 2 has no effect"]),
@@ -294,5 +297,21 @@ def test_a_users_policy_that_answers_nonsense_is_told_what(answer: str, words: s
     policy.write_text("from bullet.state import Chunk, DecodeStep, HybridStep, Wait\nclass Odd:\n    lanes = ('hybrid',)\n"
                       "    def __init__(self, context): pass\n    def observe(self, step, elapsed_s): pass\n"
                       f"    def next_step(self, lane, state, now_s):\n        head = state.queue[0]\n        return {answer}\n")
+    line = failing(capsys, "run", "--policy", f"{policy}:Odd", *FAST, "--out", str(tmp_path / "o"))
+    assert words in line
+
+
+@pytest.mark.parametrize(("prefill", "decode", "words"), [
+    ("None", "Wait()", "prefill was answered None: must be a PrefillStep or a Wait"),
+    ("PrefillStep(55, 32, (head.id,))", "Wait()", "asked for 55 SMs: the device has 108, and a partition 2 to 106 in steps of 2"),
+    ("PrefillStep(54, 32, (head.id,))", "DecodeStep(53)", "asked for 53 SMs")])
+def test_a_users_two_lanes_hold_what_the_mechanism_grants(prefill: str, decode: str, words: str, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "odd.py"
+    policy.write_text("from bullet.state import DecodeStep, PrefillStep, Wait\nclass Odd:\n    lanes = ('prefill', 'decode')\n"
+                      "    def __init__(self, context): pass\n    def observe(self, step, elapsed_s): pass\n"
+                      "    def next_step(self, lane, state, now_s):\n"
+                      "        head = state.queue[0] if len(state.queue) else None\n"
+                      f"        return {prefill} if lane == 'prefill' else {decode}\n")
     line = failing(capsys, "run", "--policy", f"{policy}:Odd", *FAST, "--out", str(tmp_path / "o"))
     assert words in line

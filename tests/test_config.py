@@ -49,7 +49,7 @@ def test_none_is_written_where_it_is_not_the_default(tmp_path: Path) -> None:
     assert stored(config, tmp_path) == config
     # A column of that name is a name; a length is not.
     assert from_text('[workload]\nprompt_column = "none"\n', tmp_path).workload.prompt_column == "none"
-    with pytest.raises(ConfigError, match=r"workload\.cv = 'none': must be float"):
+    with pytest.raises(ConfigError, match=r"workload\.cv = 'none': must be a number"):
         from_text('[workload]\ncv = "none"\n', tmp_path)
 
 

@@ -297,3 +297,14 @@ def test_bandwidth_never_falls_with_sms(context: int, sms: int) -> None:
     device = DeviceModel(REAL.model, REAL.gpu, alone)
     decode = device.decode_work(4, 4 * context)
     assert device.solo_seconds(decode, sms + 1) <= device.solo_seconds(decode, sms) * (1 + 1e-12)
+
+
+def test_more_gpus_than_kv_heads_repeat_them() -> None:
+    """Llama-3.1-8B has 8 KV heads: 16 GPUs hold one each, twice over, so a token costs each GPU as much as with 8."""
+    model, gpu = MODELS["llama-3.1-8b"], GPUS["a100-80gb"]
+    eight, sixteen = (kv_capacity_tokens(model, gpu, DeviceConfig(tensor_parallel=t, reserve_bytes=0)) for t in (8, 16))
+    weights = model.weight_bytes / 16  # of each GPU, saved by the second eight
+    assert sixteen - eight == pytest.approx(weights / (model.kv_bytes_per_token / 8), abs=16)
+    odd = dataclasses.replace(model, num_heads=24, num_kv_heads=8, intermediate_size=14336 * 3)
+    with pytest.raises(ConfigError, match="8 KV heads, or be a multiple"):
+        DeviceModel(odd, gpu, REAL.coefficients, tensor_parallel=12)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from bullet.config import GpuSpec, ModelSpec
+from bullet.config import PLAIN_NAMES, GpuSpec, ModelSpec
 from bullet.errors import ConfigError, UnknownOptionError
 from bullet.perf import Estimator
 from bullet.state import Decision, SplitTable, Step, SystemState
@@ -53,6 +53,6 @@ def read_options(owner: str, options: Mapping[str, Any], defaults: Mapping[str, 
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if default is not None and type(value) is not type(default):
-            raise ConfigError(f"policy.options.{name} = {value!r}: {owner} takes a {type(default).__name__}")
+            raise ConfigError(f"policy.options.{name} = {value!r}: {owner} takes {PLAIN_NAMES[type(default)]}")
         values[name] = value
     return values

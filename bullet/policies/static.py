@@ -44,10 +44,12 @@ class Static:
             raise ConfigError(f"policy static-{prefill_sms}: prefill SMs must be {legal[-1]} to {legal[0]} in steps of "
                               f"{legal[0] - legal[1] if len(legal) > 1 else legal[0]}, or {n} (with decode_sms)")
         own = options["decode_sms"] or decode_sms or n - prefill_sms
-        if not 1 <= own <= n:
-            raise ConfigError(f"policy.options.decode_sms = {own}: must be 1 to {n}; static-{n} needs it")
-        if options["layers_per_step"] < 1 or options["max_batch_tokens"] < 1:
-            raise ConfigError("policy.options.layers_per_step and max_batch_tokens must be 1 or more")
+        if own != n and own not in legal:
+            raise ConfigError(f"policy.options.decode_sms = {own}: must be {legal[-1]} to {legal[0]} in steps of {legal[-1]}, "
+                              f"or {n}; static-{n} needs it")
+        for option in ("layers_per_step", "max_batch_tokens"):
+            if options[option] < 1:
+                raise ConfigError(f"policy.options.{option} = {options[option]}: must be 1 or more")
         self.target = Partition(prefill_sms, own)
         self.layers: int = options["layers_per_step"]
         self.free_tails: bool = options["free_tails"]

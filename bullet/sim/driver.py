@@ -21,7 +21,7 @@ import simpy
 
 from bullet.config import KV_BLOCK_TOKENS, RunConfig, get_gpu, get_model, resolve_slo
 from bullet.device import DeviceModel, StepWork, kv_capacity_tokens, load_device
-from bullet.errors import ConfigError, NoProgressError
+from bullet.errors import ConfigError, NoProgressError, PartitionError
 from bullet.perf import make_estimator
 from bullet.policies import is_custom, make_policy, needs_estimator
 from bullet.policies.base import Policy, PolicyContext
@@ -167,6 +167,7 @@ class Simulation:
         self.delay_s = config.device.publish_delay_s
         self.reconfigure_s = config.device.reconfigure_s
         self.custom = is_custom(config.policy.name)
+        self.legal_sms = {int(sms) for sms in (*splits.prefill_sms, *splits.decode_sms)}
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
         self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
         self._launch = self._launch_guarded if self.custom else self._begin
@@ -326,6 +327,9 @@ class Simulation:
             self.stalled_at = now
             self.stalled = 0
         lane.wait_until_s = INFINITY
+        if type(decision) is not lane.step_type and not isinstance(decision, Wait):
+            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane.name} was answered {decision!r}: "
+                              f"must be a {lane.step_type.__name__} or a Wait")
         if self.two_lanes and (decision.published is not None or decision.target is not None):
             self._publish(lane, decision.published, decision.target, now)
         if isinstance(decision, Wait):
@@ -335,9 +339,6 @@ class Simulation:
                 lane.wait_until_s = decision.until_s
                 self._guard_waits(lane.name)
             return None
-        if type(decision) is not lane.step_type:
-            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane.name} was answered {decision!r}: "
-                              f"must be a {lane.step_type.__name__} or a Wait")
         return decision
 
     def _publish(self, lane: _Lane, published: Published | None, target: Partition | None, now: float) -> None:
@@ -351,6 +352,10 @@ class Simulation:
 
     def _launch_guarded(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         """For a user's policy: what its step breaks is its mistake, told in one line."""
+        n, legal = self.gpu.num_sms, self.legal_sms
+        if 0 < step.sms < n and step.sms not in legal:
+            raise PartitionError(f"policy {self.config.policy.name!r} asked for {step.sms} SMs: the device has {n}, and a "
+                                 f"partition {min(legal)} to {max(legal)} in steps of {min(legal)}")
         try:
             self._begin(lane, step, now)
         except (ArithmeticError, AssertionError, LookupError, TypeError, StopIteration) as exc:

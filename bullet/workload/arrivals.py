@@ -12,6 +12,8 @@ from bullet.errors import ConfigError, TraceError
 
 LEAST_CV, MOST_CV = 1e-3, 1e2
 """Gamma arrivals outside are as good as constant, or so bursty that nearly every gap is below a double's least."""
+LATEST_ARRIVAL_S = 1e9
+"""A double near 10^9 s (30 years) holds 0.1 us; much later a step would take no time at all."""
 
 
 def stream(seed: int, purpose: str, replica: int = 0) -> np.random.Generator:
@@ -46,8 +48,9 @@ def draw_arrivals(config: WorkloadConfig, count: int, seed: int, replica: int = 
         arrivals = np.cumsum(rng.standard_gamma(shape, count) / shape)
     with np.errstate(over="ignore"):
         times: NDArray[np.float64] = arrivals / rate
-    if not np.isfinite(times[-1]):
-        raise ConfigError(f"workload.rate_req_per_s (--rate) = {rate!r}: too small, arrival times overflow")
+    if not times[-1] <= LATEST_ARRIVAL_S:
+        raise ConfigError(f"workload.rate_req_per_s (--rate) = {rate!r}: too small: the last of {count} requests would arrive "
+                          f"after {times[-1]:.3g} s, must be {LATEST_ARRIVAL_S:g} at most")
     return times
 
 
@@ -61,6 +64,7 @@ def recorded_arrivals(recorded: NDArray[np.float64] | None, config: WorkloadConf
                          "with --rate), or name their column in a file of your own by workload.arrival_column")
     with np.errstate(over="ignore"):
         times: NDArray[np.float64] = (recorded - recorded[0]) / config.time_scale
-    if not np.isfinite(times[-1]):
-        raise ConfigError(f"workload.time_scale = {config.time_scale!r}: too small, arrival times overflow")
+    if not times[-1] <= LATEST_ARRIVAL_S:
+        raise ConfigError(f"workload.time_scale (--time-scale) = {config.time_scale!r}: too small: the last request would arrive "
+                          f"after {times[-1]:.3g} s, must be {LATEST_ARRIVAL_S:g} at most")
     return times

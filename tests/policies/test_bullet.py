@@ -592,7 +592,8 @@ def test_observations_reach_the_estimator_but_for_shared_steps() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"knob": 1}, "no such option"), ({"late_first": "yes"}, "takes a bool"), ({"order": "random"}, "least, fcfs or normalised"),
+    ({"knob": 1}, "no such option"), ({"late_first": "yes"}, "takes true or false"),
+    ({"order": "random"}, "least, fcfs or normalised"),
     ({"hand_over": "x"}, "off, batch or queue"), ({"layers_per_step": 0}, "1 or more"), ({"decode_floor": 1.5}, "under 1"),
     ({"delay_limit": -1.0}, "0 or more"), ({"late_patience": float("nan")}, "0 or more"),
     ({"fixed_decode_sms": 3}, "2 to 10 in the partition's steps")])

@@ -214,8 +214,9 @@ def test_constant_accumulates_nothing() -> None:
     ({"num_requests": 10**12}, "must be 100,000,000 at most"),
     ({"arrivals": "gamma", "cv": 1e-200}, "workload.cv = 1e-200: must be 0.001 to 100"),
     ({"arrivals": "gamma", "cv": 1e200}, "workload.cv = 1e+200: must be 0.001 to 100"),
-    ({"rate_req_per_s": 1e-308}, "too small"),
-    ({"arrivals": "recorded", "time_scale": 1e-308}, "time_scale = 1e-308: too small"),
+    ({"rate_req_per_s": 1e-308}, "too small"), ({"rate_req_per_s": 1e-12}, "must be 1e+09 at most"),
+    ({"arrivals": "recorded", "time_scale": 1e-308}, "= 1e-308: too small"),
+    ({"arrivals": "recorded", "time_scale": 1e-12}, "must be 1e+09 at most"),
     ({"prompt_column": "x"}, "workload.prompt_column = 'x': is for trace files"),
 ])
 def test_refused(options: dict[str, Any], says: str) -> None:
