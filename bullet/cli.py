@@ -185,21 +185,24 @@ def _fresh(out: Path | None, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _stops_between_steps(writer: RunWriter) -> Iterator[None]:
-    """The first Ctrl-C ends the run at its next step, every request accounted for; a second one at once."""
+def _stops_between_steps(writer: RunWriter, args: argparse.Namespace) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run at its next step, every request accounted for; a second one at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: object) -> None:
         writer.request_stop()
+        args.stopped_by = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _simulate(config: RunConfig, workload: Workload, device: DeviceModel, folder: Path,
@@ -215,7 +218,7 @@ def _simulate(config: RunConfig, workload: Workload, device: DeviceModel, folder
         update, close = _progress(len(workload), config.policy.name, args.quiet)
         started = time.perf_counter()
         try:
-            with _stops_between_steps(writer):
+            with _stops_between_steps(writer, args):
                 outcome = simulate(config, workload=workload, device=device, writer=writer, progress=update)
                 wall_s = time.perf_counter() - started
         finally:
@@ -432,7 +435,7 @@ def _kept(folder: Path | None) -> str:
 
 
 def _guarded(program: str, args: argparse.Namespace) -> int:
-    args.kept = None
+    args.kept, args.stopped_by = None, signal.SIGINT
     try:
         code: int = args.handler(args)
         sys.stdout.flush()
@@ -442,8 +445,9 @@ def _guarded(program: str, args: argparse.Namespace) -> int:
         print(f"{program}: error: {' '.join(str(exc).split())}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; {_kept(args.kept)}", file=sys.stderr)
-        return 130
+        by = "interrupted" if args.stopped_by == signal.SIGINT else "stopped by SIGTERM"
+        print(f"{program}: {by}; {_kept(args.kept)}", file=sys.stderr)
+        return 128 + int(args.stopped_by)
     except BrokenPipeError:
         # The reader of our output (head, less) has gone: nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

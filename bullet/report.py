@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet import metrics
-from bullet.errors import ResultsError
-from bullet.results import RunOutcome, StepTable, write_text
+from bullet.results import RunOutcome, StepTable, cannot_write, write_text
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 STYLES = ("-", "--", "-.", ":")
@@ -124,13 +123,13 @@ def _tidy(axes: Any, x: str, y: str) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(temporary, format="png", metadata={"Software": None})
         temporary.replace(path)
     except OSError as exc:
-        raise ResultsError(f"{path}: cannot be written ({exc.strerror or exc})") from None
+        raise cannot_write(path, exc, temporary) from None
 
 
 def _thin(count: int) -> NDArray[np.int64]:
@@ -437,7 +436,7 @@ def write_perfetto(outcome: RunOutcome, path: Path) -> None:
             file.write("\n]}\n")
         temporary.replace(path)
     except OSError as exc:
-        raise ResultsError(f"{path}: cannot be written ({exc.strerror or exc})") from None
+        raise cannot_write(path, exc, temporary) from None
 
 
 # ------------------------------------------------------------------------------------------------- HTML

@@ -143,7 +143,11 @@ def _arrow(table: Table, metadata: Mapping[str, str]) -> Any:
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=dict(metadata)))
 
 
-def _cannot_write(path: Path, exc: OSError) -> ResultsError:
+def cannot_write(path: Path, exc: OSError, temporary: Path | None = None) -> ResultsError:
+    """The error to raise; takes half a ``temporary`` file away, whose room a full disk has use for."""
+    if temporary is not None:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return ResultsError(f"{path}: cannot be written ({exc.strerror or exc})")
 
 
@@ -169,7 +173,7 @@ def write_parquet(path: Path, table: Table, metadata: Mapping[str, str]) -> None
                        use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
         _replace(temporary, path)
     except OSError as exc:
-        raise _cannot_write(path, exc) from None
+        raise cannot_write(path, exc, temporary) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -179,7 +183,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         _replace(temporary, path)
     except OSError as exc:
-        raise _cannot_write(path, exc) from None
+        raise cannot_write(path, exc, temporary) from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -226,6 +230,7 @@ class RunWriter:
         self._flushed: dict[type[Table], list[Table]] = {StepTable: [], RequestTable: []}
         self._step_cells, self._request_cells = self._cells[StepTable], self._cells[RequestTable]
         self._step_limit = part_rows * len(STEP_COLUMNS)
+        self._offered: int | None = None
         self._stopping = self._merged = False
         self._tables: tuple[StepTable, RequestTable] | None = None
         self._say_incomplete("still running, or killed; rows that were written are in parts/", {})
@@ -256,9 +261,12 @@ class RunWriter:
             if self._made:
                 self.folder.rmdir()
 
-    def resolved(self, config: RunConfig) -> None:
-        """Store the configuration as it will be run; its hardware, model and policy go into the tables' metadata."""
-        self._resolved = True
+    def resolved(self, config: RunConfig, offered: int | None = None) -> None:
+        """Store the configuration as it will be run; its hardware, model and policy go into the tables' metadata.
+
+        ``offered``: how many requests there are, so that those without a row count as unfinished if the run is stopped.
+        """
+        self._resolved, self._offered = True, offered
         write_text(self.folder / "config.toml", to_toml(config))
         self.metadata |= {"gpu": config.device.gpu, "model": config.device.model, "policy": config.policy.name}
 
@@ -321,7 +329,7 @@ class RunWriter:
                     self._part(cls, number).unlink()
             self._parts.rmdir()
         except OSError as exc:
-            raise _cannot_write(self._parts, exc) from None
+            raise cannot_write(self._parts, exc) from None
 
     def _say_incomplete(self, why: str, counts: Mapping[str, Any]) -> None:
         write_json(self.folder / "summary.json", {"complete": False, "why": why, "source": self.source, **counts})
@@ -341,7 +349,9 @@ class RunWriter:
             self._tables = None
             self._merge()
         status = self.tables()[1]["status"].tolist()
-        counts = {"offered": len(status)} | {name: status.count(name) for name in ("finished", "rejected", "unfinished")}
+        finished, rejected = status.count("finished"), status.count("rejected")
+        offered = max(len(status), self._offered or 0)
+        counts = {"offered": offered, "finished": finished, "rejected": rejected, "unfinished": offered - finished - rejected}
         self._say_incomplete(why, counts)
         self.ended = True
         return counts

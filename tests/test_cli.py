@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -223,15 +224,16 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (out / "parts").exists()
 
 
-def test_a_signal_stops_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real SIGINT, in the middle of a decision: the run ends at its next step, no request lost, no row twice."""
+@pytest.mark.parametrize(("number", "words"), [("SIGINT", "interrupted; rows so far"), ("SIGTERM", "stopped by SIGTERM; rows")])
+def test_a_signal_stops_between_steps(number: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real signal, in the middle of a decision: the run ends at its next step, no request lost, no row twice."""
     policy = tmp_path / "stop.py"
     policy.write_text("import signal\n" + STOPPING.format(error="SystemExit").replace("raise SystemExit",
-                                                                                     "signal.raise_signal(signal.SIGINT)"))
+                                                                                     f"signal.raise_signal(signal.{number})"))
     out = tmp_path / "cmp"
     assert cli.sim(["compare", "--policies", f"vllm-512,{policy}:Stop,vllm-1024", "--rate", "5", "--num-requests", "100",
-                    "--quiet", "--no-report", "--out", str(out)]) == 130
-    assert "interrupted; rows so far" in capsys.readouterr().err
+                    "--quiet", "--no-report", "--out", str(out)]) == 128 + getattr(signal, number)
+    assert words in capsys.readouterr().err
     stopped = next(p for p in out.iterdir() if p.name.endswith("Stop"))
     run = load_run(stopped)
     assert run.summary["why"] == "interrupted"

@@ -165,6 +165,25 @@ def test_a_full_disk_is_the_error_that_is_told(tmp_path: Path, monkeypatch: pyte
         write(tmp_path / "run")
 
 
+def test_a_full_disk_is_not_kept_full_by_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(self: Path, text: str, **_: Any) -> None:
+        self.write_bytes(text.encode()[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(ResultsError, match="No space left"):
+        results.write_text(tmp_path / "a.json", "{}  ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_requests_without_a_row_are_unfinished(tmp_path: Path) -> None:
+    """A second Ctrl-C may come before all rows are written: the summary still accounts for all that was offered."""
+    writer = RunWriter(tmp_path / "run")
+    writer.resolved(RunConfig(), 5)
+    writer.request(request(0))
+    assert writer.abort("interrupted") == {"offered": 5, "finished": 1, "rejected": 0, "unfinished": 4}
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").iterdir()}

@@ -612,7 +612,7 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
         policy = _build_policy(config, device, splits)
     sink: Any = writer if writer is not None else ListSink()
     if writer is not None:
-        writer.resolved(config)
+        writer.resolved(config, len(workload))
     kind = Simulation
     if getattr(policy, "paging", None) is not None:
         from bullet.sim.paged import PagedSimulation  # it builds on this module
