@@ -418,7 +418,7 @@ def _list(args: argparse.Namespace) -> int:
     print("  or a Hugging Face config.json\n\nGPUs (data sheet)")
     for gpu in GPUS.values():
         print(f"  {gpu.name:<16} {gpu.num_sms} SMs, {gpu.peak_flops / 1e12:.0f} TFLOPS bf16, "
-              f"{gpu.mem_bytes_per_s / 1e9:.0f} GB/s, {gpu.mem_bytes / 1e9:.0f} GB")
+              f"{gpu.mem_bytes_per_s / 1e9:.0f} GB/s, {gpu.mem_bytes / 2**30:.0f} GiB")
     return 0
 
 

@@ -162,6 +162,7 @@ class GpuSpec:
 
     ``peak_flops``: dense bf16 tensor-core operations per second, no sparsity. ``bandwidth_knee_sms``: the
     inflection ``N_d`` of eq. 1, SMs at which memory bandwidth saturates; ``None`` where nobody published one.
+    ``mem_bytes``: the sheets' GB of memory are GiB (an 80 GB A100 reports 81,920 MiB), their GB/s are 10^9.
     """
 
     name: str
@@ -197,10 +198,10 @@ GPUS: Mapping[str, GpuSpec] = types.MappingProxyType({g.name: g for g in (
     GpuSpec("h100", 132, 989.4 * TERA, 3350 * GIGA, 80 * GIB, 50 * MIB, (9, 0), 450 * GIGA, None,
             "NVIDIA H100 SXM data sheet; GH100 whitepaper"),
     # NVIDIA H200 data sheet (SXM): same GH100 compute, 141 GB, 4.8 TB/s.
-    GpuSpec("h200", 132, 989.4 * TERA, 4800 * GIGA, 141 * 10**9, 50 * MIB, (9, 0), 450 * GIGA, None,
+    GpuSpec("h200", 132, 989.4 * TERA, 4800 * GIGA, 141 * GIB, 50 * MIB, (9, 0), 450 * GIGA, None,
             "NVIDIA H200 SXM data sheet; GH100 whitepaper"),
     # H20: 148 TFLOPS bf16 dense, 4.0 TB/s, 96 GB, 78 SMs (the paper's Table 3; public H20 specification sheets).
-    GpuSpec("h20", 78, 148 * TERA, 4000 * GIGA, 96 * 10**9, 60 * MIB, (9, 0), 450 * GIGA, None,
+    GpuSpec("h20", 78, 148 * TERA, 4000 * GIGA, 96 * GIB, 60 * MIB, (9, 0), 450 * GIGA, None,
             "public H20 specification sheets; SM count as in the paper, Table 3"),
     # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090: 128 SMs, 165.2 TFLOPS bf16 with fp32 accumulate,
     # 1008 GB/s, 24 GB, 72 MB L2; no NVLink: PCIe 4.0 x16, 32 GB/s each way.

@@ -571,8 +571,8 @@ def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> 
     bytes_per_token = model.kv_bytes_per_token / min(tp, model.num_kv_heads)
     tokens = int(usable // bytes_per_token) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
     if tokens < KV_BLOCK_TOKENS:
-        raise ConfigError(f"model {model.name} needs {model.weight_bytes / 1e9:.1f} GB of weights: {tp} x {gpu.name} "
-                          f"({gpu.mem_bytes / 1e9:.0f} GB each) leave no room for KV; raise device.tensor_parallel")
+        raise ConfigError(f"model {model.name} needs {model.weight_bytes / 2**30:.1f} GiB of weights: {tp} x {gpu.name} "
+                          f"({gpu.mem_bytes / 2**30:.0f} GiB each) leave no room for KV; raise device.tensor_parallel")
     return tokens
 
 

@@ -129,6 +129,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     assert abs(given_sm_s - total_sm_s) <= 1e-6 * max(1.0, total_sm_s), f"I5: {given_sm_s} SM-seconds of {total_sm_s}"
     summary: dict[str, Any] = {
         "source": outcome.source, "system": outcome.system, "gpu": outcome.device.get("gpu"),
+        "tensor_parallel": outcome.config.device.tensor_parallel,
         "model": outcome.device.get("model"), "device_source": outcome.device.get("source"),
         "estimator": outcome.config.policy.estimator if predicted.any() else None,
         "trace": outcome.config.workload.trace, "workload_source": outcome.device.get("workload"),

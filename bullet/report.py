@@ -56,7 +56,8 @@ def headline(summary: Mapping[str, Any]) -> str:
     """What the figures are: source, hardware, model, workload."""
     rate = summary["request_rate"]
     arrivals = f"{rate:g} req/s" if rate is not None else "recorded arrivals"
-    return (f"{summary['source']} on {str(summary['gpu']).upper()} (device model: {summary['device_source']}), "
+    group = f"{summary['tensor_parallel']} x " if summary["tensor_parallel"] > 1 else ""
+    return (f"{summary['source']} on {group}{str(summary['gpu']).upper()} (device model: {summary['device_source']}), "
             f"{summary['model']}; {summary['trace']}, {arrivals}, {summary['offered']} "
             f"{'request' if summary['offered'] == 1 else 'requests'}, seed {summary['seed']}")
 
@@ -457,7 +458,9 @@ def _rows_of(summary: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Mapping):
             rows |= {f"{key}.{inner}": text for inner, text in _rows_of(value).items()}
         else:
-            rows[key] = f"{value:,.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+            # Four digits, but never as 1.4e+04: a reader compares rows.
+            digits = ",.0f" if isinstance(value, float) and abs(value) >= 1000 else ".4g"
+            rows[key] = format(value, digits) if isinstance(value, float) else "-" if value is None else str(value)
     return rows
 
 
@@ -482,7 +485,8 @@ def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], p
     keys = dict.fromkeys(key for rows in figures for key in rows)
     parts.append("<h2>Every figure</h2>" + _html_table(["", *map(label, summaries)],
                                                        [[key, *(rows.get(key, "-") for rows in figures)] for key in keys]))
-    parts.append(f"<h2>Configuration</h2><pre>{html.escape(config_toml)}</pre>")
+    whose = "" if len(summaries) == 1 else f" of {label(summaries[0])} (the others' policies: config.toml in their folders)"
+    parts.append(f"<h2>Configuration{html.escape(whose)}</h2><pre>{html.escape(config_toml)}</pre>")
     write_text(path, _PAGE.format(title=html.escape(title), headline=html.escape(headline(summaries[0])), body="".join(parts)))
 
 

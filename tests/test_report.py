@@ -51,6 +51,8 @@ def test_the_table_says_what_it_is_and_fits_a_terminal() -> None:
     both[0]["mean_ttft_ms"] = 123456.0
     lines = report.comparison_table(both).splitlines()
     assert lines[0] == ("simulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 999 requests, seed 0")
+    assert report.headline(both[0] | {"tensor_parallel": 4}).startswith("simulated on 4 x A100-80GB (device")
+    assert report._rows_of({"a": 14468.49, "b": 0.04719938, "c": {"d": 999.96}}) == {"a": "14,468", "b": "0.0472", "c.d": "1000"}
     assert max(map(len, lines)) < 120
     rows = {line.split()[0]: line for line in lines if line.strip()}
     assert "123456" in rows["bullet-literal"]

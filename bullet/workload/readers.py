@@ -87,10 +87,10 @@ def read_trace(config: WorkloadConfig) -> Table:
     text = _text(path)
     kind = _kind(path, text) if config.format == "auto" else config.format
     if kind == "jsonl":
-        header, rows = _open_jsonl(path, text)
+        line, header, rows = _open_jsonl(path, text)
     else:
-        header, rows = _open_csv(path, text)
-    return _parse(path, rows, _choose(path, header, config))
+        line, header, rows = _open_csv(path, text)
+    return _parse(path, rows, _choose(f"{path}:{line}", header, config))
 
 
 def _text(path: Path) -> str:
@@ -133,8 +133,8 @@ def _kind(path: Path, text: str) -> str:
     return "jsonl" if text.lstrip()[:1] in ("{", "[") else "csv"
 
 
-def _open_csv(path: Path, text: str) -> tuple[list[str], Iterator[Row]]:
-    """The header and an iterator over the rows below it."""
+def _open_csv(path: Path, text: str) -> tuple[int, list[str], Iterator[Row]]:
+    """The header's line, the header and an iterator over the rows below it."""
     records = _csv_records(path, text)
     first = next(records, None)
     if first is None:
@@ -154,7 +154,7 @@ def _open_csv(path: Path, text: str) -> tuple[list[str], Iterator[Row]]:
                 raise TraceError(f"{path}:{line}: {len(cells)} cells where the header has {len(header)}")
             yield line, dict(zip(header, cells, strict=True))
 
-    return header, rows()
+    return line, header, rows()
 
 
 def _csv_records(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
@@ -170,8 +170,8 @@ def _csv_records(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise TraceError(f"{path}:{line}: not CSV ({exc})") from None
 
 
-def _open_jsonl(path: Path, text: str) -> tuple[list[str], Iterator[Row]]:
-    """The keys of the first object and an iterator over all objects."""
+def _open_jsonl(path: Path, text: str) -> tuple[int, list[str], Iterator[Row]]:
+    """The first object's line and keys, and an iterator over all objects."""
     rows = _jsonl_rows(path, text)
     first = next(rows, None)
     if first is None:
@@ -181,7 +181,7 @@ def _open_jsonl(path: Path, text: str) -> tuple[list[str], Iterator[Row]]:
         yield first
         yield from rows
 
-    return list(first[1]), all_rows()
+    return first[0], list(first[1]), all_rows()
 
 
 def _jsonl_rows(path: Path, text: str) -> Iterator[Row]:
@@ -204,7 +204,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return row
 
 
-def _choose(path: Path, header: list[str], config: WorkloadConfig) -> Columns:
+def _choose(where: str, header: list[str], config: WorkloadConfig) -> Columns:
     """Which columns to read: as configured, else by known name."""
     prompt_names: tuple[str, ...] = PROMPT_NAMES
     output_names: tuple[str, ...] = OUTPUT_NAMES
@@ -212,39 +212,39 @@ def _choose(path: Path, header: list[str], config: WorkloadConfig) -> Columns:
     if config.format == "azure":
         missing = next((name for name in AZURE_COLUMNS if name not in header), None)
         if missing is not None:
-            raise TraceError(f"{path}: not the Azure format: column {missing} is missing; must have "
+            raise TraceError(f"{where}: not the Azure format: column {missing} is missing; must have "
                              f"{', '.join(AZURE_COLUMNS)}, has {_listed(header)}")
         arrival_names, prompt_names, output_names = ((name.lower(),) for name in AZURE_COLUMNS)
-    prompt = _pick(path, header, config.prompt_column, prompt_names, "prompt")
-    output = _pick(path, header, config.output_column, output_names, "output")
-    arrival = None if config.arrival_column == "" else _pick(path, header, config.arrival_column, arrival_names,
+    prompt = _pick(where, header, config.prompt_column, prompt_names, "prompt")
+    output = _pick(where, header, config.output_column, output_names, "output")
+    arrival = None if config.arrival_column == "" else _pick(where, header, config.arrival_column, arrival_names,
                                                              "arrival")
     if prompt is None or output is None:
         what, known = ("prompt", prompt_names) if prompt is None else ("output", output_names)
-        raise TraceError(f"{path}: no column of {what} tokens: name it by workload.{what}_column, or call it one of "
+        raise TraceError(f"{where}: no column of {what} tokens: name it by workload.{what}_column, or call it one of "
                          f"{', '.join(known)}; the file has {_listed(header)}")
     if len({prompt, output, arrival}) < 3:
-        raise TraceError(f"{path}: prompt tokens, output tokens and arrival times must be three columns, not "
+        raise TraceError(f"{where}: prompt tokens, output tokens and arrival times must be three columns, not "
                          f"{_listed([prompt, output, arrival or ''])}")
-    return Columns(prompt, output, arrival, PER_SECOND[_unit(path, arrival, config.arrival_unit)])
+    return Columns(prompt, output, arrival, PER_SECOND[_unit(where, arrival, config.arrival_unit)])
 
 
-def _pick(path: Path, header: list[str], wanted: str | None, known: tuple[str, ...], what: str) -> str | None:
+def _pick(where: str, header: list[str], wanted: str | None, known: tuple[str, ...], what: str) -> str | None:
     if wanted is not None:
         if wanted not in header:
-            raise TraceError(f"{path}: no column {wanted!r} (workload.{what}_column): the file has {_listed(header)}")
+            raise TraceError(f"{where}: no column {wanted!r} (workload.{what}_column): the file has {_listed(header)}")
         return wanted
     plain = {name.strip().lower().replace(" ", "_"): name for name in reversed(header)}
     return next((plain[name] for name in known if name in plain), None)
 
 
-def _unit(path: Path, arrival: str | None, configured: str) -> str:
+def _unit(where: str, arrival: str | None, configured: str) -> str:
     """The unit in the column's name, if it has one, else the configured one; they may not contradict."""
     match = re.search(r"_(s|ms|us|ns)$", arrival or "")
     if match is None:
         return configured
     if configured not in ("s", match.group(1)):
-        raise TraceError(f"{path}: workload.arrival_unit = {configured!r}: column {arrival!r} says {match.group(1)}")
+        raise TraceError(f"{where}: workload.arrival_unit = {configured!r}: column {arrival!r} says {match.group(1)}")
     return match.group(1)
 
 

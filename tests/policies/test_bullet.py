@@ -261,6 +261,25 @@ def test_both_lost_balances_the_worse_ratio() -> None:
         assert choose(PREFILL, s, 4.0, p) == ("balanced", Partition(8, 4))
 
 
+def test_balance_counts_the_step_in_flight_and_who_waits_to_merge() -> None:
+    """The world above. A step in flight with 0.5 s to go gives a token: tpot = (4.5 + T) / 4 = 1.63, 1.38, ..: p = 10.
+
+    With g = 11 instead tpot is 0.5, and p = 10 too; but a request that waits to merge since its first token at 1.9 has
+    2.1 + T = 4.1, 3.1, 2.9, 2.7, 2.6, and P90 of two is the worse: max = 4.1, 3.1, 2.9, 3.0, 5.5: p = 6.
+    """
+    free = {"cap_next_step": False}
+    s = world(running=[(0.0, 3)], batch=80, batch_slo=8.0)
+    s.decode_published = Published(tpot_margin_s=-1.0)
+    s.begin_decode(DecodeStep(4, predicted_s=1.0), 3.5)
+    assert choose(PREFILL, s, 4.0, policy(**free)) == ("balanced", Partition(10, 2))
+    s = world(running=[(0.0, 12)], batch=80, batch_slo=8.0)
+    s.decode_published = Published(tpot_margin_s=-1.0)
+    assert choose(PREFILL, s, 4.0, policy(**free)) == ("balanced", Partition(10, 2))
+    s.ready.append(ready := Request(9, 0.0, 16, 1.0))
+    ready.generated, ready.first_token_s = 1, 1.9
+    assert choose(PREFILL, s, 4.0, policy(**free)) == ("balanced", Partition(6, 6))
+
+
 @given(st.lists(st.floats(0.05, 5) | st.sampled_from([1.0, 2.0]), min_size=6, max_size=6), st.integers(20, 400),
        st.floats(1, 60), st.integers(1, 8),
        st.lists(st.tuples(st.floats(0, 3), st.integers(1, 100), st.floats(1, 50)), max_size=6))
