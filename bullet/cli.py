@@ -413,7 +413,7 @@ def _list(args: argparse.Namespace) -> int:
           "oracle (the device itself)")
     print("\nmodels")
     for model in MODELS.values():
-        print(f"  {model.name:<16} {model.num_layers} layers, {model.weight_bytes / 1e9:.1f} GB of weights, "
+        print(f"  {model.name:<16} {model.num_layers} layers, {model.weight_bytes / 2**30:.3g} GiB of weights, "
               f"{model.kv_bytes_per_token / 1024:.0f} KiB of KV a token, context {model.context_tokens}")
     print("  or a Hugging Face config.json\n\nGPUs (data sheet)")
     for gpu in GPUS.values():

@@ -123,6 +123,14 @@ class ModelSpec:
         model_type = str(raw.get("model_type", ""))
         if "q_lora_rank" in raw or "kv_lora_rank" in raw:
             raise ConfigError(f"{path}: latent attention (MLA) is not modelled; use a GQA or MHA model")
+        if raw.get("quantization_config") is not None:
+            raise ConfigError(f"{path}: quantization_config: quantised weights are not modelled; without that key they are "
+                              f"counted as {dtype}")
+        window = raw.get("sliding_window")
+        if (isinstance(window, int) and raw.get("use_sliding_window", True)
+                and window < integer("max_position_embeddings")):
+            raise ConfigError(f"{path}: sliding_window = {window}: sliding-window attention is not modelled; without that key "
+                              "every token attends to all before it")
         if heads == 0:
             raise ConfigError(f"{path}: num_attention_heads = 0: must be positive")
         return cls(

@@ -46,10 +46,15 @@ def _cell(value: Any, form: str) -> str:
 
 def label(summary: Mapping[str, Any]) -> str:
     """The system's name with the estimator that it asked; of a user's policy, without the folders."""
-    name = str(summary["system"]).rpartition("/")[2]
+    name = _plain(summary["system"])
     asked = f" ({summary['estimator']})" if summary["estimator"] else ""
     room = NAME_WIDTH - len(asked)
     return (name if len(name) <= room else ".." + name[-(room - 2):]) + asked
+
+
+def _plain(name: object) -> str:
+    """A file without its folders, which config.toml and the summary keep."""
+    return str(name).rpartition("/")[2]
 
 
 def headline(summary: Mapping[str, Any]) -> str:
@@ -58,7 +63,7 @@ def headline(summary: Mapping[str, Any]) -> str:
     arrivals = f"{rate:g} req/s" if rate is not None else "recorded arrivals"
     group = f"{summary['tensor_parallel']} x " if summary["tensor_parallel"] > 1 else ""
     return (f"{summary['source']} on {group}{str(summary['gpu']).upper()} (device model: {summary['device_source']}), "
-            f"{summary['model']}; {summary['trace']}, {arrivals}, {summary['offered']} "
+            f"{_plain(summary['model'])}; {_plain(summary['trace'])}, {arrivals}, {summary['offered']} "
             f"{'request' if summary['offered'] == 1 else 'requests'}, seed {summary['seed']}")
 
 
@@ -496,7 +501,7 @@ def write_run_report(folder: Path, outcome: RunOutcome, summary: Mapping[str, An
     plot_cdfs([outcome], [summary], cdf)
     plot_sm_share(outcome, summary, share)
     write_perfetto(outcome, folder / "trace.json")
-    write_html(folder / "report.html", f"{label(summary)} on {summary['trace']}", [summary],
+    write_html(folder / "report.html", f"{label(summary)} on {_plain(summary['trace'])}", [summary],
                [("TTFT and TPOT", cdf), ("SMs over time", share)], config_toml)
 
 
@@ -508,5 +513,5 @@ def write_comparison_report(folder: Path, outcomes: Sequence[RunOutcome], summar
     plot_cdfs(outcomes, summaries, cdf)
     shares = [(f"SMs over time: {label(summary)}", run / "plots" / "sm_share.png")
               for summary, run in zip(summaries, run_folders, strict=True)]
-    write_html(folder / "report.html", f"{len(summaries)} systems on {summaries[0]['trace']}", summaries,
+    write_html(folder / "report.html", f"{len(summaries)} systems on {_plain(summaries[0]['trace'])}", summaries,
                [("Comparison", bars), ("TTFT and TPOT", cdf), *shares], config_toml)

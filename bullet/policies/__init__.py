@@ -74,7 +74,7 @@ POLICIES: dict[str, Entry] = {
     "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, _sglang),
     "sglang-N-mixed": Entry("the paper's hybrid batch: decodes and chunks in one step of N tokens", False,
                             _sglang_mixed),
-    "vllm-N": Entry("vLLM V1: running first, token budget N, 256 sequences, preemption to the front", False, _vllm),
+    "vllm-N": Entry("vLLM 0.8.5 (V1): running first, token budget N, 256 sequences, preemption to the front", False, _vllm),
 }
 
 
