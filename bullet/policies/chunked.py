@@ -49,7 +49,7 @@ class Sglang:
         self.name = f"sglang-{chunk_tokens}" + ("-mixed" if mixed else "")
         options = read_options(self.name, context.options, OPTIONS)
         for name, value in options.items():
-            if value <= 0:
+            if not value > 0:  # NaN too
                 raise ConfigError(f"policy.options.{name} = {value}: must be positive")
         self.chunk_tokens = chunk_tokens
         self.mixed = mixed

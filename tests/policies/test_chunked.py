@@ -88,3 +88,5 @@ def test_options_are_checked() -> None:
         build("sglang-64", assumed_new_tokens=0)
     with pytest.raises(ConfigError, match="no such option"):
         build("sglang-64-mixed", max_num_seqs=8)
+    with pytest.raises(ConfigError, match="initial_new_token_ratio = nan: must be positive"):
+        build("sglang-512", initial_new_token_ratio=float("nan"))

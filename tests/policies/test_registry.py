@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bullet.errors import ConfigError
-from bullet.policies import POLICIES, check_name, describe, needs_estimator
+from bullet.policies import POLICIES, bullet, check_name, chunked, describe, needs_estimator, static, vllm
 from tests.policies.loops import build
 
 
@@ -81,3 +81,9 @@ def test_what_shows_only_when_it_is_built(tmp_path: Path) -> None:
     path.write_text(WHOLE.replace("context.splits", "context.nothing"))
     with pytest.raises(ConfigError, match="could not be built: AttributeError"):
         build(f"{path}:Mine")
+
+
+@pytest.mark.parametrize("module", [bullet, chunked, static, vllm])
+def test_every_option_is_documented(module: object) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert [name for name in module.OPTIONS if f"`{name}" not in text] == []  # type: ignore[attr-defined]
