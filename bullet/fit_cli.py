@@ -35,6 +35,8 @@ def add_commands(commands: Any) -> None:
                         "samples' own, else what fit.json has, else A100's")
     fitter.add_argument("--fit-on", action="append", default=[], metavar="FAMILY=VERSION",
                         help="fit a family on this source; may be repeated")
+    fitter.add_argument("--borrow", action="append", default=[], metavar="FAMILY",
+                        help="take a family of which the table has too few rows from A100's fit; may be repeated")
     fitter.add_argument("--out", type=Path, help="folder for fit.json and SOURCE.md; without it nothing is written")
     fitter.set_defaults(handler=fit_)
     show = commands.add_parser("show", help="coefficients and errors of a profile, or what a table holds")
@@ -108,7 +110,7 @@ def fit_(args: argparse.Namespace) -> int:
         if not equals:
             raise ConfigError(f"--fit-on {text}: must read FAMILY=VERSION, as in gemm=sglang 0.5.10")
         asked[family] = version
-    coefficients = fit_samples(rows, model, sm_data=args.sm_data, asked=asked)
+    coefficients = fit_samples(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow)
     say("\n".join(error_lines(coefficients)))
     if args.out is not None:
         _folder(args.out)
@@ -122,7 +124,7 @@ def fit_(args: argparse.Namespace) -> int:
 
 
 def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None,
-                asked: dict[str, str] | None = None) -> DeviceCoefficients:
+                asked: dict[str, str] | None = None, borrow: Sequence[str] = ()) -> DeviceCoefficients:
     """Kernel families, SM axis and contention of a table: all that ``fit.json`` holds."""
     from bullet import fit_profile as profile
     from bullet import fit_sms
@@ -130,7 +132,7 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     if sm_data is not None and not sm_data.is_dir():
         raise ProfileError(f"{sm_data}: no such folder (--sm-data)")
     borrowed = DeviceCoefficients.from_json(PROFILES / ANALYTIC_FROM / "llama-3.1-8b" / "fit.json")
-    out = profile.fit_profile(rows, model, borrowed=borrowed, asked=asked)
+    out = profile.fit_profile(rows, model, borrowed=borrowed, asked=asked, borrow=borrow)
     alone = profile.coefficients_of(out, FLAT)
     shipped = PROFILES / out.gpu.name / model.name / "fit.json"
     own = fit_sms.sweeps_of(profile.with_shapes(rows, model))

@@ -91,7 +91,7 @@ def enough(rows: Sequence[Row], family: str, source: str) -> None:
     need = 2 * PARAMETERS[family]
     if len(rows) < need:
         raise ProfileError(f"{family}: {len(rows)} rows of {source}, at least {need} are needed to fit {PARAMETERS[family]} "
-                           "parameters and test them: measure more, or drop the rows")
+                           f"parameters and test them: measure more, or take A100's: --borrow {family}")
 
 
 def column(rows: Sequence[Row], name: str) -> Array:
@@ -277,10 +277,11 @@ def fit_links(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: D
         out.values["all_reduce_overhead_s"] = round(float(found_[1]), 10)
 
 
-def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str) -> DeviceCoefficients:
+def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str,
+            reason: str = "no measured row") -> DeviceCoefficients:
     if borrowed is None:
         raise ProfileError(f"{what}: the table has no rows for it, and there is no other profile to borrow from")
-    out.assumed.append(f"{what}: no measured row, A100's")
+    out.assumed.append(f"{what}: {reason}, A100's")
     return borrowed
 
 
@@ -288,16 +289,16 @@ def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str) -> DeviceC
 
 
 def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoefficients | None = None,
-                asked: Mapping[str, str] | None = None) -> Fit:
+                asked: Mapping[str, str] | None = None, borrow: Sequence[str] = ()) -> Fit:
     """All kernel families of a table on the whole device; the SM axis and contention come after (:mod:`bullet.fit_sms`).
 
     ``borrowed``: coefficients for families that the table has no row of, each named in ``assumed``. ``asked``: family ->
-    ``origin_version`` to fit on.
+    ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit.
     """
     gpu = check_samples(rows)
     rows = with_shapes(rows, model)
     out, asked = Fit(gpu, model, rows[0]["source"] == "measured"), asked or {}
-    unknown = sorted(set(asked) - set(FAMILIES))
+    unknown = sorted({*asked, *borrow} - set(FAMILIES))
     if unknown:
         raise ProfileError(f"unknown family {unknown[0]!r}: choose one of {', '.join(FAMILIES)}")
     found = {family: of_family(rows, family) for family in FAMILIES}
@@ -308,9 +309,9 @@ def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoeffi
               "all_reduce": ("link_efficiency", "all_reduce_overhead_s")}
     # Prefill attention last: it needs the best bandwidth of the others.
     for family in ("gemm", "rowwise", "decode_attention", "all_reduce", "prefill_attention"):
-        source = choose(found[family], family, asked)
+        source = None if family in borrow else choose(found[family], family, asked)
         if source is None:
-            coefficients = _borrow(out, borrowed, family)
+            coefficients = _borrow(out, borrowed, family, "as asked" if found[family] else "no measured row")
             out.values |= {name: getattr(coefficients, name) for name in fields[family]}
             continue
         out.sources[family] = source

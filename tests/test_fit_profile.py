@@ -130,6 +130,17 @@ def test_too_few_rows_are_refused(op: str, keep: int, message: str) -> None:
                                 borrowed=BORROWED if keep else None)
 
 
+def test_a_family_of_too_few_rows_can_be_borrowed_by_name() -> None:
+    rows = made_table()
+    few = [r for r in rows if r["op"] != "decode_attention"] + [r for r in rows if r["op"] == "decode_attention"][:3]
+    out = fit_profile.fit_profile(few, LLAMA, borrowed=BORROWED, borrow=["decode_attention"])
+    assert out.values["decode_attention_bandwidth"] == BORROWED.decode_attention_bandwidth
+    assert "decode_attention: as asked, A100's" in out.assumed
+    assert "decode_attention" not in out.sources
+    with pytest.raises(ProfileError, match="unknown family 'decode'"):
+        fit_profile.fit_profile(few, LLAMA, borrowed=BORROWED, borrow=["decode"])
+
+
 def test_a_row_above_the_peak_spoils_the_fit_by_name() -> None:
     rows = made_table()
     rows[10] = {**rows[10], "median_s": rows[10]["median_s"] / 2}
@@ -259,11 +270,10 @@ def test_shipped_fits_follow_from_shipped_samples_to_the_byte(gpu: str) -> None:
 
 
 @pytest.mark.skipif(not (DATA / "unlicensed").is_dir(), reason="the sweeps over SMs are not here")
-@pytest.mark.parametrize("gpu", ["a100-80gb", "h100"])
-def test_shipped_sm_axes_follow_from_the_published_sweeps(gpu: str) -> None:
-    rows, _ = read_parquet(SHIPPED[gpu] / "samples.parquet")
+def test_the_shipped_sm_axis_of_h100_follows_from_the_published_sweep() -> None:  # A100's: test_fit.py
+    rows, _ = read_parquet(SHIPPED["h100"] / "samples.parquet")
     again = fit_samples(rows, LLAMA, sm_data=DATA / "unlicensed")
-    assert again.to_json() == (SHIPPED[gpu] / "fit.json").read_text()
+    assert again.to_json() == (SHIPPED["h100"] / "fit.json").read_text()
 
 
 def test_shipped_errors_are_what_was_aimed_at_or_explained() -> None:
