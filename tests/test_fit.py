@@ -116,7 +116,7 @@ def test_the_shipped_fit_says_what_it_is() -> None:
     errors = fitted["notes"]["errors"]
     assert errors["gemm_left_out:all"]["median"] < 0.05
     assert errors["gemm_left_out:all"]["p90"] < 0.15
-    assert {p.name for p in PROFILE.iterdir()} == {"fit.json", "SOURCE.md", "samples.parquet"}
+    assert {"fit.json", "SOURCE.md", "samples.parquet"} <= {p.name for p in PROFILE.iterdir()}
     page = (PROFILE / "SOURCE.md").read_text()
     # Unfitted: 13B decode steps against SMs, of which neither the kernels nor the curve saw a row.
     assert errors["decode_step_stretch_left_out:13b"]["median"] < 0.07
