@@ -50,8 +50,8 @@ INFINITY = float("inf")
 STALL_DECISIONS = 20_000
 """Decisions at one instant, preemptions without one new token, or waits with nothing running and nothing to arrive,
 after which a run counts as stuck."""
-INSTANT_S = 1e-9
-"""Decisions closer than this are at one instant: no step is as short, and time may creep by its last bit."""
+INSTANT_S = 1e-6
+"""Decisions closer than this are at one instant: no step is as short, but a policy that waits may let time creep."""
 
 
 class RowSink(Protocol):

@@ -76,6 +76,18 @@ def test_a_policy_that_polls_for_ever_is_stuck(step_s: float) -> None:
         run_with(Polls(), [(1.0, 100, 2)], debug=False)
 
 
+@pytest.mark.parametrize("step_s", [1e-12, 1e-11])
+def test_a_policy_that_creeps_towards_a_far_arrival_is_stuck(step_s: float) -> None:
+    """Time moves, an arrival is to come, and yet it would take years to get there."""
+
+    class Creeps(Policy):
+        def next_step(self, lane: str, state: SystemState, now_s: float) -> Step | Wait:
+            return Wait(now_s + step_s)
+
+    with pytest.raises(NoProgressError, match="decisions at one instant"):
+        run_with(Creeps(), [(1.0, 100, 2), (1e6, 100, 2)], debug=False)
+
+
 def test_a_policy_that_polls_until_its_time_comes_is_not_stuck() -> None:
     class Polls(Policy):
         def next_step(self, lane: str, state: SystemState, now_s: float) -> Step | Wait:
