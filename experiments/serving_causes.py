@@ -120,14 +120,14 @@ def main() -> None:
         whole, bare = (2e3 * d.solo_seconds(d.prefill_work([(1024, 0)] * 8, 32, logits_seqs=8), gpu.num_sms)
                        for d in (DeviceModel(a100.model, gpu, c) for c in (a100.coefficients, free)))
         print(f"   {gpu.name}: {whole:.0f}, {bare:.0f}")
-    print("5. bandwidth of decode attention, GB/s, from the time a token at 1024 + 1024 and at 2048 + 2048 (data sheet: 1,555)")
-    for engine in ("TensorRT-LLM", "vLLM"):
+    print("5. bandwidth of decode attention, GB/s, from the time a token at 1024 + 1024 and at 2048 + 2048")
+    for gpu, engine in ((gpu, engine) for gpu in ("a100-40gb", "h100") for engine in ("TensorRT-LLM", "vLLM")):
         for batch in (16, 32):
-            pair = [points[f"Argonne {engine} a100-40gb {batch} x {n}+{n}"] for n in (1024, 2048)]
+            pair = [points[f"Argonne {engine} {gpu} {batch} x {n}+{n}"] for n in (1024, 2048)]
             moved = batch * 1.5 * 1024 * a100.model.kv_bytes_per_token
             ours = [simulate_point(p)["batch"] for p in pair]
             both = [moved / (t[1] / 2048 - t[0] / 1024) / 1e9 for t in ([p.measured["batch"] for p in pair], ours)]
-            print(f"   {engine}, {batch} sequences: measured {both[0]:.0f}, simulated {both[1]:.0f}")
+            print(f"   {gpu}, {engine}, {batch} sequences: measured {both[0]:.0f}, simulated {both[1]:.0f}")
 
 
 if __name__ == "__main__":
