@@ -31,6 +31,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "kind": ("str", "solo | corun | control | anchor"),
     "tier": ("str", "part of the plan that asked for it"),
     "op": ("str", "operation timed: gemm_* of the model's shapes, gemm (any other shape), prefill_attention, decode_attention, "
+                  "paged_decode_attention (our kernel), "
                   "mixed_attention, norm, rope, act, embedding, sampler, copy, all_reduce, *_layer"),
     "phase": ("str", "prefill | decode | mixed | either"),
     "tokens": ("int", "new tokens over the whole batch (rows of a GEMM)"),

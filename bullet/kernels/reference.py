@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from bullet.errors import ProfileError
 from bullet.kernels import timing
 
 Tensor = torch.Tensor
+PAGE_TOKENS = 16
 RMS_EPS = 1e-5
 ROPE_BASE = 500_000.0
 """Llama 3.1's rotary base. It changes values, not times."""
@@ -131,7 +132,8 @@ def layer(model: ModelSpec, x: Tensor, w: Weights, k_cache: Tensor, v_cache: Ten
 class Workload:
     """An operation with its data: ``run(i)`` does one repetition on input set ``i``, ``0 <= i < rotation``.
 
-    ``footprint_bytes``: data of one set. ``takes_num_sms``: whether the kernel bounds its own SMs (never, here).
+    ``footprint_bytes``: data of one set. ``takes_num_sms``: whether the kernel bounds its own SMs; ``on`` then gives the
+    same for a lane of so many.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Workload:
     rotation: int
     footprint_bytes: int
     takes_num_sms: bool = False
+    on: Callable[[int], Workload] | None = None
 
 
 class Workloads:
@@ -172,6 +175,8 @@ class Workloads:
             return self._layer(op, tokens, batch, context_tokens, role)
         if op in ("prefill_attention", "decode_attention"):
             return self._attention(op, tokens, batch, context_tokens, role)
+        if op == "paged_decode_attention":
+            return self._paged(op, tokens, batch, context_tokens, role)
         if op.startswith("gemm_"):
             return self._gemm(op, tokens, role)
         if op in ("norm", "copy"):
@@ -249,6 +254,33 @@ class Workloads:
             raise ProfileError(f"{op}: {tokens} new tokens in {batch} sequences: must be one each")
         queries = [self._random(batch, m.num_heads, m.head_dim) for _ in range(count)]
         return Workload(op, lambda i: decode_attention(queries[i], keys[i], values[i]), count, footprint)
+
+    def _paged(self, op: str, tokens: int, batch: int, context_tokens: int, role: str) -> Workload:
+        """The project's own kernel, over pages in random order; its plan is made once, as once for all layers of a step."""
+        from bullet.kernels import decode_attention as own  # Triton: not where there is none
+
+        m, width = self.model, self.dtype.itemsize
+        if tokens != batch:
+            raise ProfileError(f"{op}: {tokens} new tokens in {batch} sequences: must be one each")
+        pages = -(-context_tokens // PAGE_TOKENS)
+        footprint = (2 * batch * m.num_kv_heads * pages * PAGE_TOKENS + 2 * tokens * m.num_heads) * m.head_dim * width
+        count = self._rotation(footprint)
+        shape = (batch * pages, m.num_kv_heads, PAGE_TOKENS, m.head_dim)
+        keys = [self._cache("k", role, i, batch, pages * PAGE_TOKENS).view(shape) for i in range(count)]
+        values = [self._cache("v", role, i, batch, pages * PAGE_TOKENS).view(shape) for i in range(count)]
+        queries = [self._random(batch, m.num_heads, m.head_dim) for _ in range(count)]
+        order = torch.randperm(batch * pages, device=self.device, generator=self._generator)
+        tables = order.to(torch.int32).view(batch, pages)
+        lengths = torch.full((batch,), context_tokens, dtype=torch.int32, device=self.device)
+
+        def on(num_sms: int) -> Workload:
+            plan = own.plan(lengths, m.num_kv_heads, num_sms)
+            workspace = own.Workspace.make(plan.max_splits, m.num_heads, m.head_dim, self.device)
+            out = torch.empty_like(queries[0])
+            return Workload(op, lambda i: own.decode_attention(queries[i], keys[i], values[i], tables, lengths, plan_=plan,
+                                                               num_sms=num_sms, workspace=workspace, out=out),
+                            count, footprint, takes_num_sms=True)
+        return replace(on(1), on=on)
 
     def _gemm(self, op: str, tokens: int, role: str) -> Workload:
         m, name = self.model, op.removeprefix("gemm_")

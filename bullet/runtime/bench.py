@@ -23,7 +23,7 @@ from bullet.errors import ProfileError
 from bullet.kernels import timing
 from bullet.perf import SampledState, sample_device
 from bullet.runtime.partition import Lane, Pair, PartitionTable, Split
-from bullet.runtime.plan import Point, Shape, flops_and_bytes
+from bullet.runtime.plan import PAGED, Point, Shape, flops_and_bytes
 
 CPU_NAME = "CPU, no partition"
 
@@ -153,7 +153,8 @@ class CpuBench:
             for i, s in enumerate(splits)])
 
     def allowed(self, point: Point) -> bool:
-        return True
+        """Triton kernels run on a GPU only."""
+        return PAGED not in (point.shape.op, point.other and point.other.op)
 
     def measure(self, point: Point) -> list[Measurement]:
         if point.kind == "solo":

@@ -56,7 +56,7 @@ from bullet.runtime.partition import (
     software_table,
     unpartitioned_table,
 )
-from bullet.runtime.plan import Point, Rates, Shape, choose_splits, flops_and_bytes
+from bullet.runtime.plan import PAGED, Point, Rates, Shape, choose_splits, flops_and_bytes
 
 log = logging.getLogger(__name__)
 
@@ -161,10 +161,11 @@ class CudaBench:
     # ---- the Bench interface -----------------------------------------------------------------------
 
     def allowed(self, point: Point) -> bool:
-        """The software backend bounds no torch operation; controls other than memory need triton."""
+        """The software backend bounds no torch operation; controls other than memory, and our own kernel, need triton."""
         if self.backend in ("none", "software") and point.split is not None:
             return False
-        return not (self._kernels is None and point.control == "alu_spin")
+        triton = point.control == "alu_spin" or PAGED in (point.shape.op, point.other and point.other.op)
+        return not (self._kernels is None and triton)
 
     def measure(self, point: Point) -> list[Measurement]:
         with bounded(point.key):
@@ -335,6 +336,8 @@ class CudaBench:
         key = (shape, id(lane.stream))
         if key not in self._graphs:
             work = self._workload(shape, role)
+            if getattr(work, "on", None) is not None:
+                work = work.on(lane.sms)
             self.table.allow(work)
             self._graphs[key] = self._capture(lane, work, self._bytes(shape))
         return self._graphs[key]

@@ -26,8 +26,10 @@ CONTROLS = ("alu_spin", "memory_stream")
 ANCHOR_EVERY = 20
 
 GEMMS = ("gemm_qkv", "gemm_o", "gemm_gate_up", "gemm_down", "gemm_lm_head")
-OPS = (*GEMMS, "prefill_attention", "decode_attention", "norm", "copy", "prefill_layer", "decode_layer")
-_PHASE = {"prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode",
+PAGED = "paged_decode_attention"
+"""The project's own Triton kernel, which bounds its own grid; ``decode_attention`` is torch's."""
+OPS = (*GEMMS, "prefill_attention", "decode_attention", PAGED, "norm", "copy", "prefill_layer", "decode_layer")
+_PHASE = {PAGED: "decode", "prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode",
           "decode_layer": "decode"}
 
 
@@ -68,7 +70,7 @@ def kernels_of(model: ModelSpec, shape: Shape) -> list[work.KernelWork]:
     pieces = [(new, shape.context_tokens)] * shape.batch
     if shape.op == "prefill_attention":
         return [work.prefill_attention(model, pieces)]
-    if shape.op == "decode_attention":
+    if shape.op in ("decode_attention", PAGED):
         return [work.decode_attention(model, shape.batch, shape.batch * shape.context_tokens)]
     if shape.op == "prefill_layer":
         return work.layer_kernels(model, pieces, 0, 0)
@@ -213,9 +215,10 @@ def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: t
     shapes += [decode("decode_layer", b, c) for b in batches for c in extra_contexts]
     wide, narrow = Shape("gemm_gate_up", tokens), Shape("gemm_gate_up", batch)
     attention, cached = prefill("prefill_attention", tokens), decode("decode_attention", batch, context)
+    paged = decode(PAGED, batch, context)
     return Axes(
         corun_operations=tuple(itertools.product((wide, attention, Shape("norm", tokens), Shape("copy", copy_tokens)),
-                                                 (cached, narrow, Shape("gemm_lm_head", batch)))),
+                                                 (cached, paged, narrow, Shape("gemm_lm_head", batch)))),
         splits=tuple(splits), extra_splits=tuple(s for s in extra_splits if s not in splits),
         corun_prefill=tuple(prefill("prefill_layer", n) for n in prefills),
         extra_corun_prefill=tuple(prefill("prefill_layer", n) for n in extra_prefills),
@@ -224,7 +227,7 @@ def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: t
                             *(decode("decode_layer", batches[1], c) for c in extra_contexts)),
         sm_axis=(*(Shape(op, tokens) for op in GEMMS[:-1]), Shape("gemm_lm_head", batch), Shape("gemm_gate_up", batch),
                  prefill("prefill_attention", tokens), decode("decode_attention", batch, context),
-                 Shape("norm", tokens), Shape("copy", copy_tokens)),
+                 paged, Shape("norm", tokens), Shape("copy", copy_tokens)),
         shapes=tuple(dict.fromkeys(shapes)))
 
 

@@ -154,3 +154,33 @@ def test_impossible_shapes_are_refused():
         shop.build("decode_layer", 4, 2, 8, "decode")
     with pytest.raises(ProfileError, match="no torch reference"):
         shop.build("softmax", 4, 1, 0, "decode")
+
+
+def test_our_paged_kernel_is_given_each_lanes_sms_and_the_right_pages(monkeypatch):
+    """The launch is replaced by the kernel's torch reference: what it is handed must be one decode step over pages."""
+    pytest.importorskip("triton")
+    from bullet.kernels import decode_attention as own
+
+    handed = []
+
+    def launch(q, k, v, tables, lengths, *, num_sms, plan_, workspace, out):
+        handed.append((num_sms, plan_.programs, sorted(tables.flatten().tolist()), lengths.tolist()))
+        assert workspace.lse.shape[0] >= plan_.max_splits
+        out.copy_(own.decode_attention_reference(q, k, v, tables, lengths))
+        return out
+
+    monkeypatch.setattr(own, "decode_attention", launch)
+    model = dataclasses.replace(SMALL, head_dim=16)
+    shop = reference.Workloads(model, torch.device("cpu"), torch.float32, l2_bytes=4096, limit_bytes=1 << 20)
+    work = shop.build("paged_decode_attention", 3, 3, 40, "decode")
+    assert work.takes_num_sms
+    outputs = [work.on(sms).run(0).clone() for sms in (20, 112)]
+    assert [h[0] for h in handed] == [20, 112]
+    assert handed[1][1] * 20 == handed[0][1] * 112  # programs in proportion to SMs
+    assert {tuple(h[2]) for h in handed} == {tuple(range(9))}  # 3 sequences of ceil(40 / 16) pages, each page once
+    assert {tuple(h[3]) for h in handed} == {(40, 40, 40)}
+    assert torch.equal(*outputs)
+    assert torch.isfinite(outputs[0]).all()
+    assert work.footprint_bytes == (2 * 3 * model.num_kv_heads * 48 + 2 * 3 * model.num_heads) * 16 * 4
+    with pytest.raises(ProfileError, match="must be one each"):
+        shop.build("paged_decode_attention", 6, 3, 40, "decode")

@@ -230,6 +230,26 @@ def test_without_triton_no_proof_and_no_alu_spin():
         run_check(bench.table, bench, bench.gpu)
 
 
+def test_our_own_decode_kernel_is_bound_to_its_lane_and_needs_triton():
+    bench, _, _ = open_bench()
+    build, bound = bench._shop.build, []
+
+    def with_lanes(*shape, role):
+        work = build(*shape, role=role)
+        work.on = lambda sms: bound.append(sms) or work
+        return work
+
+    bench._shop.build = with_lanes
+    shape = decode("paged_decode_attention", 32, 1024)
+    beside = Point("corun", SPLIT, "both", Shape("gemm_gate_up", 2048), shape)
+    for point in (Point("solo", None, "full", shape), Point("solo", SPLIT, "decode", shape)):
+        assert bench.allowed(point)
+        bench.measure(point)
+    assert bound == [132, 20]
+    plain, _, _ = open_bench(kernels=False)
+    assert [plain.allowed(p) for p in (Point("solo", SPLIT, "decode", shape), beside, CORUN)] == [False, False, True]
+
+
 def test_a_failing_kernel_costs_its_point_only():
     bench, _, _ = open_bench(fail_at={3: "CUDA error: invalid\n configuration"})
     with pytest.raises(PointError, match="invalid configuration"):

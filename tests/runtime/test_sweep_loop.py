@@ -217,7 +217,7 @@ def test_operations_and_layers_are_printed_apart(tmp_path):
     assert [line.split() for line in operations if line.startswith(f"{wide} | decode_attention")] == [
         [wide, "|", "decode_attention", *["2.00/3.00"] * 3]]
     assert operations[1].split() == ["prefill", "|", "decode", "116+16", "92+40", "32+100"]
-    assert len(operations) == 14
+    assert len(operations) == 18
 
 
 # ---------------------------------------------------------------------------------------- CPU and simulated
