@@ -226,6 +226,7 @@ class Srm:
                            for phase, own in self._own.items()}
         self._gpu = gpu
         self._dense_blocks: dict[int, tuple[Array, list[float], list[float]]] = {}
+        self._dense_line: tuple[Array, Array, Array, Array] | None = None
         self._head_rows: dict[int, Array] = {}
         self._prefill_rows: dict[tuple[int, ...], tuple[Array, list[float]]] = {}
         self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
@@ -380,10 +381,11 @@ class Srm:
         (Its operations per byte are at most heads / KV heads, below any GPU's ridge point.)
         """
         layers, tp = self.model.num_layers, self.tensor_parallel
-        still = work.dense_kernels(self.model, num_seqs, tp)
+        flops, bytes_ = self._dense_work((num_seqs,))
         none = work.decode_attention(self.model, num_seqs, 0, tp)
         one = work.decode_attention(self.model, num_seqs, 1, tp)
-        row = _srm_seconds(still, compute, bandwidth) + none.bytes / bandwidth + self._network_seconds(num_seqs)
+        row = np.maximum(flops.T / compute, bytes_.T / bandwidth).sum(axis=0)
+        row = row + none.bytes / bandwidth + self._network_seconds(num_seqs)
         row = layers * row + _srm_seconds(work.head_kernels(self.model, num_seqs, tp), compute, bandwidth)
         return row, layers * (one.bytes - none.bytes) / bandwidth
 
@@ -439,12 +441,27 @@ class Srm:
         return seconds[i], flops[i], bytes_[i]
 
     def _dense_block(self, tokens: Sequence[int]) -> tuple[Array, list[float], list[float]]:
-        rows = [work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens]
-        flops, bytes_ = np.array([[k.flops for k in r] for r in rows]), np.array([[k.bytes for k in r] for r in rows])
+        flops, bytes_ = self._dense_work(tokens)
         compute, bandwidth = self._compute[PREFILL], self._bandwidth[PREFILL]
         seconds = np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
         seconds += np.array([self._network_seconds(t) for t in tokens])[:, None]
         return seconds, flops.sum(axis=1).tolist(), bytes_.sum(axis=1).tolist()
+
+    def _dense_work(self, tokens: Sequence[int]) -> tuple[Array, Array]:
+        """Operations and bytes of a layer's kernels but attention; rows: token counts (0 as 1), columns: kernels."""
+        def counted(tokens: Sequence[int]) -> tuple[Array, Array]:
+            kernels = [work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens]
+            return (np.array([[k.flops for k in row] for row in kernels]),
+                    np.array([[k.bytes for k in row] for row in kernels]))
+
+        if self.model.num_experts:
+            return counted(tokens)
+        if self._dense_line is None:  # without experts both grow by the same with every token
+            flops, bytes_ = counted((1, 2))
+            self._dense_line = (flops[0], flops[1] - flops[0], bytes_[0], bytes_[1] - bytes_[0])
+        flops_1, more_flops, bytes_1, more_bytes = self._dense_line
+        more = np.maximum(np.array(tokens, dtype=np.float64) - 1, 0)[:, None]
+        return flops_1 + more * more_flops, bytes_1 + more * more_bytes
 
     def _head_seconds(self, num_seqs: int) -> Array:
         """Eq. 1 of final norm and LM head over prefill's splits."""
