@@ -1,0 +1,360 @@
+"""Open an engine on a device as the driver needs it, and take the times of its steps.
+
+On a CPU: torch references in fp32, no streams; the policy is given the splits of a nominal GPU, which have no effect. On a
+GPU: partitions first (each context takes memory), proven as the profiler proves them, then weights, then KV in what is
+left, then one decode graph for each lane and batch bucket. The GPU side is not yet run on one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bullet.config import GPUS, KV_BLOCK_TOKENS, GpuSpec, ModelSpec, RunConfig, get_gpu, get_model
+from bullet.errors import BulletError, ConfigError, EngineError, ProfileError
+from bullet.runtime.bench import CPU_NAME
+from bullet.runtime.driver import Machine
+from bullet.runtime.measured import StepProfile
+from bullet.state import Chunk, SplitTable
+from bullet.workload import Workload, stream
+
+CPU_KV_TOKENS = 32_768
+RESERVE_BYTES = 4 << 30
+"""Left free on a GPU for activations, graphs and cuBLAS: *assumed*."""
+BACKENDS = ("auto", "green-context", "none")
+
+
+@dataclasses.dataclass
+class Opened:
+    """A machine, the GPU that the policy believes in, and what must be closed."""
+
+    machine: Machine
+    gpu: GpuSpec
+    pairs: tuple[tuple[int, int], ...]
+    """(prefill, decode) SMs of the partitions whose lanes differ; empty without a partition."""
+    synchronize: Callable[[], None]
+
+
+def longest(config: RunConfig, workload: Workload) -> int:
+    """Tokens of the longest request that the model can take at all; the others are rejected by name."""
+    context = get_model(config.device.model).context_tokens
+    totals = workload.prompt_tokens + workload.output_tokens
+    fitting = totals[totals <= context]
+    return max(2, int(fitting.max()) if len(fitting) else 2)
+
+
+def prompts_of(workload: Workload, vocabulary: int, seed: int) -> Callable[[int], Sequence[int]]:
+    """Random token ids, each request's from its own stream: no policy changes them."""
+    def prompt(request_id: int) -> list[int]:
+        rng = stream(seed, f"prompt:{request_id}")
+        return rng.integers(0, vocabulary, int(workload.prompt_tokens[request_id])).tolist()
+    return prompt
+
+
+def architecture(name: str, weights: Path | None, dtype: Any) -> Any:
+    """Of a built-in model, a ``config.json``, or the folder of its weights; refuses what the engine does not compute."""
+    from bullet.runtime.model import Architecture
+
+    if weights is not None:
+        arch = Architecture.from_hf(weights)
+    elif name.endswith(".json"):
+        arch = Architecture.from_hf(name)
+    else:
+        return Architecture.of(get_model(name), dtype)
+    return arch if dtype is None else dataclasses.replace(arch, dtype=dtype)
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as exc:
+        raise EngineError(f"torch is not installed ({exc}): pip install 'bullet-llm[gpu]', or simulate with bullet-sim") from None
+    return torch
+
+
+def _weights(arch: Any, folder: Path | None, seed: int, device: Any) -> Any:
+    from bullet.runtime.weights import load_safetensors, random_weights
+
+    return load_safetensors(folder, arch, device) if folder is not None else random_weights(arch, seed, device)
+
+
+@contextmanager
+def open_machine(device: str, config: RunConfig, max_tokens: int, *, weights: Path | None = None, backend: str = "auto",
+                 allow_busy: bool = False, threads: int | None = None, say: Callable[[str], None] = lambda line: None,
+                 ) -> Iterator[Opened]:
+    """``device``: cpu or cuda. Whatever ends the block, launches are waited for and contexts destroyed."""
+    if device == "cpu":
+        yield _open_cpu(config, max_tokens, weights, threads)
+        return
+    opened, close = _open_cuda(config, max_tokens, weights, backend, allow_busy, say)
+    try:
+        yield opened
+    except BaseException:
+        try:
+            close()
+        except (BulletError, RuntimeError) as exc:  # a lost device refuses this too; the first error is the one to tell
+            say(f"while cleaning up: {' '.join(str(exc).split())[:200]}")
+        raise
+    close()
+
+
+def _open_cpu(config: RunConfig, max_tokens: int, weights: Path | None, threads: int | None) -> Opened:
+    torch = _import_torch()
+    from bullet.runtime.engine import Engine
+    from bullet.runtime.model import Ops
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    cpu = torch.device("cpu")
+    arch = architecture(config.device.model, weights, torch.float32)
+    kv_blocks = (config.device.kv_tokens or max(CPU_KV_TOKENS, max_tokens + KV_BLOCK_TOKENS)) // KV_BLOCK_TOKENS
+    engine = Engine(arch, _weights(arch, weights, config.seed, cpu), Ops("torch"), kv_blocks=kv_blocks, max_tokens=max_tokens)
+    gpu = get_gpu(config.device.gpu)
+    splits = SplitTable.every(gpu.num_sms, config.device.partition_step_sms)
+    from bullet.runtime.engine import CPU_LANE
+
+    machine = Machine(engine, splits, kv_blocks, lambda name, sms: CPU_LANE, CPU_NAME,
+                      f"CPU, no partition: lanes take turns; SMs are those of a nominal {gpu.name} and have no effect", True,
+                      lambda: len(engine.pool.free))
+    return Opened(machine, gpu, (), lambda: None)
+
+
+def known_gpu(name: str, asked: str | None, num_sms: int) -> GpuSpec:
+    """The data sheet behind a device's name, or the one that was asked for, with the SMs that are really there."""
+    plain = name.lower().replace(" ", "")
+    found = asked or next((key for key in GPUS if key.split("-")[0] in plain), None)
+    if found is None:
+        raise ConfigError(f"GPU {name!r} is not among {', '.join(GPUS)}: name the nearest with --gpu, whose data sheet the "
+                          "estimator starts from")
+    return dataclasses.replace(get_gpu(found), num_sms=num_sms)
+
+
+def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend: str, allow_busy: bool,
+               say: Callable[[str], None]) -> tuple[Opened, Callable[[], None]]:
+    torch = _import_torch()
+    from bullet.runtime import bench_cuda, plan
+    from bullet.runtime.check import run_check
+    from bullet.runtime.engine import Engine, kv_blocks_that_fit
+    from bullet.runtime.model import Ops
+
+    arch = architecture(config.device.model, folder, None)
+    spec = arch.spec
+
+    def open_bench(kind: str) -> Any:
+        return bench_cuda.open_cuda(spec, backend=kind, core=plan.CORE_DECODE_SHARES, extra=(), allow_busy=allow_busy)[0]
+
+    note = "no partition: plain streams"
+    try:
+        bench = open_bench("green-context" if backend == "auto" else backend)
+    except BulletError as exc:
+        if backend != "auto" or isinstance(exc, ProfileError):
+            raise
+        note = f"no partition: {exc}"
+        say(note)
+        bench = open_bench("none")
+    engine: Any = None
+
+    def close() -> None:
+        # A launch still at work holds its stream: wait, then graphs, then streams, then contexts.
+        try:
+            torch.cuda.synchronize()
+        finally:
+            if engine is not None:
+                engine.close()
+            bench.close()
+
+    try:
+        pairs: tuple[tuple[int, int], ...] = ()
+        if bench.backend == "green-context":
+            report = run_check(bench.table, bench, bench.gpu)
+            pairs = tuple(tuple(p.granted) for p in bench.table.pairs)
+            note = f"green contexts, {report.num_proven} of {len(pairs)} splits proven by %smid"
+            if not report.proven:
+                note += ": results on the others count as no partition"
+            for line in report.lines():
+                say(line)
+        device = torch.device("cuda", 0)
+        dtype = torch.bfloat16 if bench.props.capability >= (8, 0) else torch.float16
+        arch = dataclasses.replace(arch, dtype=dtype)
+        weights = _weights(arch, folder, config.seed, device)
+        kv_blocks = kv_blocks_that_fit(arch, bench.free_bytes(), RESERVE_BYTES, max_tokens)
+        if config.device.kv_tokens is not None:
+            kv_blocks = min(kv_blocks, config.device.kv_tokens // KV_BLOCK_TOKENS)
+        engine = Engine(arch, weights, Ops("triton"), kv_blocks=kv_blocks, max_tokens=max_tokens, device=device)
+        plain = bench.plain.pairs[0]
+        started = time.perf_counter()
+        graphs = engine.capture([*(p.decode for p in bench.table.pairs if pairs), plain.decode])
+        say(f"{graphs} decode graphs in {time.perf_counter() - started:.1f} s; {kv_blocks * KV_BLOCK_TOKENS} tokens of KV")
+        n = bench.num_units
+
+        def lane(name: str, sms: int) -> Any:
+            if sms == n or not pairs:
+                return plain.prefill if name == "prefill" else plain.decode
+            return bench.table.lane(name, sms)
+
+        gpu = known_gpu(bench.gpu, None, n)
+        decode = sorted({d for _, d in pairs})
+        splits = SplitTable(n, np.array(decode, dtype=np.int64)) if pairs else SplitTable.every(n, 2)
+        machine = Machine(engine, splits, kv_blocks, lane, bench.gpu, note, False, lambda: len(engine.pool.free))
+        return Opened(machine, gpu, pairs, torch.cuda.synchronize), close
+    except BaseException:
+        try:
+            close()
+        except (BulletError, RuntimeError) as exc:
+            say(f"while cleaning up: {' '.join(str(exc).split())[:200]}")
+        raise
+
+
+# ------------------------------------------------------------------------------------------- step times
+
+
+class _Steps:
+    """Times steps as the driver launches them."""
+
+    FIRST_ID = 1 << 40
+
+    def __init__(self, opened: Opened, spec: ModelSpec, seed: int, clock: Callable[[], float]) -> None:
+        self.opened, self.machine, self.engine, self.clock = opened, opened.machine, opened.machine.engine, clock
+        self.layers = spec.num_layers
+        self.rng = np.random.default_rng(seed)
+        self.vocabulary = spec.vocab_size
+        self.next_id = self.FIRST_ID
+
+    def add(self, tokens: int) -> int:
+        self.next_id += 1
+        self.engine.add(self.next_id, self.rng.integers(0, self.vocabulary, tokens).tolist())
+        return self.next_id
+
+    def timed(self, go: Callable[[], Any]) -> float:
+        started = self.clock()
+        launch = go()
+        launch.finish()
+        on_device = launch.elapsed_s()
+        return float(self.clock() - started if on_device is None else on_device)
+
+    def whole(self, tokens: int, where: Any, past: int = 0) -> float:
+        """A prefill of ``tokens`` after ``past``, all layers at once."""
+        request = self.add(tokens + past)
+        if past:
+            self.run([Chunk(request, past, 0)], self.layers, where)
+        seconds = self.run([Chunk(request, tokens, past)], self.layers, where)[0]
+        self.engine.remove(request)
+        return seconds
+
+    def run(self, chunks: Sequence[Chunk], layers: int, where: Any) -> list[float]:
+        """A batch, ``layers`` at a time."""
+        state: dict[str, Any] = {}
+
+        def first() -> Any:
+            state["run"] = self.engine.start_prefill(chunks, where)
+            return self.engine.run_layers(state["run"], layers, where)
+
+        seconds = [self.timed(first)]
+        for _ in range(self.layers // layers - 1):
+            seconds.append(self.timed(lambda: self.engine.run_layers(state["run"], layers, where)))
+        return seconds
+
+    def decode(self, batch: int, context: int, where: Any, repeats: int) -> float:
+        """Iterations around ``context`` tokens attended by each sequence."""
+        plain = self.machine.lane("prefill", self.machine.splits.num_sms)
+        ids = [self.add(max(1, context - 2)) for _ in range(batch)]
+        for i in ids:
+            self.run([Chunk(i, max(1, context - 2), 0)], self.layers, plain)
+        seconds = [self.timed(lambda: self.engine.decode(ids, where)) for _ in range(repeats)]
+        for i in ids:
+            self.engine.remove(i)
+        return statistics.median(seconds)
+
+    def slowdowns(self, p: int, d: int, tokens: int, batch: int, context: int, seconds: float) -> tuple[float, float]:
+        """Both lanes kept busy for ``seconds``: median step of each over its median alone on the same SMs."""
+        lanes = self.machine.lane("prefill", p), self.machine.lane("decode", d)
+        ids = [self.add(context) for _ in range(batch)]
+        for i in ids:
+            self.run([Chunk(i, context, 0)], self.layers, lanes[0])
+        alone = (statistics.median(self.whole(tokens, lanes[0]) for _ in range(3)),
+                 statistics.median(self.timed(lambda: self.engine.decode(ids, lanes[1])) for _ in range(5)))
+        found: tuple[list[float], list[float]] = ([], [])
+        prefill = decode = request = None
+        ends = self.clock() + seconds
+        while self.clock() < ends and len(found[1]) < self.engine.max_tokens - context - 8:
+            if prefill is None:
+                request = self.add(tokens)
+                prefill = self.engine.run_layers(self.engine.start_prefill([Chunk(request, tokens, 0)], lanes[0]), self.layers,
+                                                 lanes[0])
+            if decode is None:
+                decode = self.engine.decode(ids, lanes[1])
+            if prefill.done():
+                prefill.finish()
+                found[0].append(prefill.elapsed_s())
+                self.engine.remove(request)
+                prefill = None
+            if decode.done():
+                decode.finish()
+                found[1].append(decode.elapsed_s())
+                decode = None
+        for launch in (prefill, decode):
+            if launch is not None:
+                launch.finish()
+        if prefill is not None:
+            self.engine.remove(request)
+        for i in ids:
+            self.engine.remove(i)
+        if min(map(len, found)) < 2:
+            raise ProfileError(f"step times on {p}+{d} SMs: fewer than 2 steps of a lane in {seconds:g} s")
+        return statistics.median(found[0][1:]) / alone[0], statistics.median(found[1][1:]) / alone[1]
+
+
+def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: int = 5,
+                  prefill_tokens: Sequence[int] | None = None, batches: Sequence[int] | None = None,
+                  contexts: Sequence[int] | None = None, corun_s: float = 0.5,
+                  clock: Callable[[], float] = time.perf_counter) -> StepProfile:
+    """Medians of ``repeats`` steps each, the engine otherwise idle. Sizes that its cache cannot hold are left out."""
+    machine, engine = opened.machine, opened.machine.engine
+    steps = _Steps(opened, model, seed, clock)
+    n, cpu = machine.splits.num_sms, machine.turns
+    room = min(engine.max_tokens - 16, machine.kv_blocks * KV_BLOCK_TOKENS // 2)
+    sizes = [t for t in prefill_tokens or ((1, 16, 64, 128, 256) if cpu else (1, 64, 256, 512, 1024, 2048, 4096, 8192))
+             if t <= room]
+    contexts = [c for c in contexts or ((16, 64, 192) if cpu else (128, 1024, 4096)) if c <= room]
+    batches = list(batches or ((1, 4, 12) if cpu else (1, 8, 32, 64, 128, 256)))
+    blocks = machine.kv_blocks // 2
+    batches = [b for b in batches if contexts and b * (-(-(contexts[-1] + 16) // KV_BLOCK_TOKENS)) <= blocks]
+    if len(sizes) < 2 or len(contexts) < 2 or len(batches) < 2:
+        raise ProfileError(f"step times: longest sequence of {engine.max_tokens} tokens and {machine.kv_blocks} KV blocks leave "
+                           "too few sizes to measure: raise device.kv_tokens or take longer requests")
+    prefill_lane, decode_lane = machine.lane("prefill", n), machine.lane("decode", n)
+
+    def median(tokens: int, lane: Any, past: int = 0) -> float:
+        steps.whole(tokens, lane, past)  # compiles, warms up
+        return statistics.median(steps.whole(tokens, lane, past) for _ in range(repeats))
+
+    prefill_s = tuple(median(t, prefill_lane) for t in sizes)
+    probe = sizes[len(sizes) // 2]
+    groups = [steps.run([Chunk(steps.add(probe), probe, 0)], 1, prefill_lane) for _ in range(repeats)]
+    for i in list(engine.sequences):
+        if i > _Steps.FIRST_ID:
+            engine.remove(i)
+    layer = [statistics.median(group[i] for group in groups) for i in range(model.num_layers)]
+    launch_s = max(0.0, sum(layer) - prefill_s[sizes.index(probe)]) / max(1, model.num_layers - 1)
+    head_s = max(0.0, layer[-1] - statistics.median(layer[:-1] or layer))
+    past = min(4 * probe, room - probe)
+    pair_s = max(0.0, median(probe, prefill_lane, past) - prefill_s[sizes.index(probe)]) / (probe * past) if past > 0 else 0.0
+    decode_s = tuple(tuple(steps.decode(b, c, decode_lane, repeats) for c in contexts) for b in batches)
+
+    p_factors, d_factors, corun = [(n, 1.0)], [(n, 1.0)], []
+    big, batch, context = sizes[-1], batches[len(batches) // 2], contexts[len(contexts) // 2]
+    for p, d in opened.pairs:
+        p_factors.append((p, median(big, machine.lane("prefill", p)) / prefill_s[-1]))
+        d_factors.append((d, steps.decode(batch, context, machine.lane("decode", d), repeats)
+                          / decode_s[len(batches) // 2][len(contexts) // 2]))
+        corun.append((p, d, *steps.slowdowns(p, d, big, batch, context, corun_s)))
+    return StepProfile(machine.name, machine.partition, model.name, n, machine.turns, tuple(sizes), prefill_s, tuple(batches),
+                       tuple(contexts), decode_s, launch_s, head_s, pair_s, tuple(sorted(p_factors)), tuple(sorted(d_factors)),
+                       tuple(corun))

@@ -1,0 +1,176 @@
+"""A run's decisions on file, and the check that a fresh policy would decide the same.
+
+One JSON line an event, in order: requests as they arrive, what each lane asked and was answered (with a digest of the
+state it saw), launches, ends, observations. That is all a policy ever learns, so replaying the events through
+:class:`bullet.state.SystemState` and a fresh policy must give the recorded answers; the digest tells a state that went
+astray from a policy that did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from bullet.config import RunConfig, from_mapping
+from bullet.errors import ResultsError
+from bullet.policies.base import Policy
+from bullet.runtime.driver import finish_lane, publish
+from bullet.state import DECODE, PREFILL, KvCache, Partition, Request, SplitTable, Step, SystemState
+
+SCHEMA = "bullet-record"
+VERSION = 1
+
+
+def plain(value: Any) -> Any:
+    """A decision as JSON has it: its type and fields."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"is": type(value).__name__, **{name: plain(getattr(value, name)) for name in value._fields}}
+    if isinstance(value, tuple | list):
+        return [plain(v) for v in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def digest(state: SystemState) -> str:
+    """Short hash of all that a policy may read."""
+    prefill, decode = state.prefill, state.decode
+    seen = (
+        [(r.id, r.known_tokens, r.queued_s) for r in state.queue],
+        None if prefill is None else ([r.id for r in prefill.requests], prefill.layers_done),
+        [r.id for r in state.ready], [(r.id, r.computed_tokens) for r in state.chunked],
+        [(i, decode.generated(r), r.first_token_s) for i, r in decode.requests.items()], decode.context_tokens,
+        state.kv.free_blocks, {lane: flight.start_s for lane, flight in state.in_flight.items()},
+        plain(state.target), plain(state.prefill_published), plain(state.decode_published))
+    return hashlib.sha1(repr(seen).encode()).hexdigest()[:12]
+
+
+class RecordWriter:
+    """Writes a record; call it as the driver's ``record``. A context manager."""
+
+    def __init__(self, path: Path, config: RunConfig, splits: SplitTable, kv_blocks: int, num_layers: int,
+                 ttft_slo_s: list[float], workload: Any, extra: Mapping[str, Any]) -> None:
+        try:
+            self._file = path.open("x", encoding="utf-8")
+        except OSError as exc:
+            raise ResultsError(f"{path}: cannot be written ({exc.strerror}): choose another --record") from None
+        self.path = path
+        self._write({"schema": SCHEMA, "version": VERSION, "config": dataclasses.asdict(config), "num_sms": splits.num_sms,
+                     "decode_sms": splits.decode_sms.tolist(), "kv_blocks": kv_blocks, "num_layers": num_layers,
+                     "arrival_s": workload.arrival_s.tolist(), "prompt_tokens": workload.prompt_tokens.tolist(),
+                     "ttft_slo_s": ttft_slo_s, **extra})
+
+    def __call__(self, kind: str, what: tuple[Any, ...]) -> None:
+        if kind == "next_step":
+            lane, state, now, decision = what
+            self._write([kind, lane, now, digest(state), plain(decision)])
+        elif kind == "observe":
+            step, elapsed = what
+            self._write([kind, type(step).__name__, elapsed])
+        else:
+            self._write([kind, *plain(what)])
+
+    def _write(self, record: Any) -> None:
+        try:
+            self._file.write(json.dumps(record) + "\n")
+        except OSError as exc:
+            raise ResultsError(f"{self.path}: cannot be written ({exc.strerror})") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()
+
+
+def read_record(path: Path) -> tuple[dict[str, Any], Iterator[list[Any]]]:
+    """Header and events; a last line cut short is left out. :class:`ResultsError` names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ResultsError(f"{path}: cannot be read as a record ({exc})") from None
+
+    def parsed() -> Iterator[Any]:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise ResultsError(f"{path}: line {number} is not JSON: record the run again") from None
+
+    events = parsed()
+    header = next(events, None)
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA or header.get("version") != VERSION:
+        raise ResultsError(f"{path}: not a {SCHEMA} of version {VERSION}: record the run again")
+    return header, events
+
+
+def config_of(header: Mapping[str, Any]) -> RunConfig:
+    """The recorded configuration."""
+    return from_mapping(RunConfig, header["config"], "record")
+
+
+def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTable], Policy]) -> tuple[int, list[str]]:
+    """Run the events again. Returns how many decisions there were, and those that differ, one line each (first 20).
+
+    The recorded answer, not the fresh one, is carried out: one difference does not bring on the others.
+    """
+    header, events = read_record(path)
+    config = config_of(header)
+    splits = SplitTable(header["num_sms"], np.array(header["decode_sms"], dtype=np.int64))
+    n = splits.num_sms
+    state = SystemState(splits, KvCache(header["kv_blocks"]), header["num_layers"], Partition(n, n))
+    policy = make_policy(header, config, splits)
+    answers: dict[str, Any] = {}
+    flights: dict[str, Step] = {}
+    ended: Step | None = None
+    decisions, differences = 0, []
+    try:
+        for kind, *what in events:
+            if kind == "arrive":
+                i, _ = what
+                state.arrive(Request(i, header["arrival_s"][i], header["prompt_tokens"][i], header["ttft_slo_s"][i]))
+            elif kind == "next_step":
+                lane, now, seen, recorded = what
+                decisions += 1
+                found = digest(state)
+                answer = policy.next_step(lane, state, now)
+                if len(differences) < 20:
+                    if found != seen:
+                        differences.append(f"decision {decisions} ({lane}, t = {now:.6f} s): the state is {found}, was {seen}")
+                    if plain(answer) != recorded:
+                        differences.append(f"decision {decisions} ({lane}, t = {now:.6f} s): {plain(answer)}, was {recorded}")
+                answers[lane] = rebuilt(recorded)
+                if len(policy.lanes) == 2:
+                    publish(state, lane, answers[lane])
+            elif kind == "begin":
+                lane, now = what
+                step = flights[lane] = answers[lane]
+                begin = {PREFILL: state.begin_prefill, DECODE: state.begin_decode}.get(lane, state.begin_hybrid)
+                begin(step, now)
+            elif kind == "finish":
+                lane, now, last = what
+                ended = flights.pop(lane)
+                finish_lane(state, lane, ended, now, last)
+            elif kind == "observe":
+                assert ended is not None
+                policy.observe(ended, what[1])
+    except (AssertionError, KeyError, LookupError, TypeError, ValueError) as exc:
+        raise ResultsError(f"{path}: the events cannot be replayed ({type(exc).__name__}: {exc}): record the run again") from None
+    return decisions, differences
+
+
+def rebuilt(value: Any) -> Any:
+    """:func:`plain` undone."""
+    from bullet import state as types
+
+    if isinstance(value, dict):
+        kind = getattr(types, value["is"])
+        return kind(**{name: rebuilt(v) for name, v in value.items() if name != "is"})
+    return tuple(rebuilt(v) for v in value) if isinstance(value, list) else value

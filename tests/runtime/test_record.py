@@ -1,0 +1,91 @@
+"""Recorded states and observations, replayed through a fresh policy, give the recorded decisions."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from fake_engine import build, replay, workload
+
+from bullet.errors import ResultsError
+from bullet.runtime import record
+
+POLICIES = ("bullet", "bullet-literal", "static-6", "sglang-64", "vllm-256")
+
+
+def rows(count=25):
+    rng = np.random.default_rng(3)
+    return [(float(t), int(p), int(o)) for t, p, o in zip(
+        np.cumsum(rng.exponential(0.005, count)), rng.integers(1, 200, count), rng.integers(1, 25, count), strict=True)]
+
+
+def recorded(path, policy, requests, **options):
+    """A run with its record. Steps are slower than the estimator thinks: it learns from what it observes."""
+    writer = None
+
+    def start(run):
+        nonlocal writer
+        writer = record.RecordWriter(path, run.config, run.state.splits, run.state.kv.total_blocks, 4,
+                                     [run.mean_slo_s] * len(requests), workload(requests), {})
+        run.record = writer
+
+    run, _, _ = replay(requests, policy, before=start, blocks=60, turns=False,
+                       seconds=lambda kind, tokens, layers: layers * (3e-4 + 7e-6 * tokens), **options)
+    assert writer is not None
+    with writer:
+        return run
+
+
+def fresh(header, config, splits):
+    return build(config.policy.name, config, splits)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_fresh_policy_decides_as_recorded(tmp_path, policy):
+    run = recorded(tmp_path / "r.jsonl", policy, rows())
+    assert record.replay(tmp_path / "r.jsonl", fresh) == (run.decisions, [])
+
+
+def test_another_policy_does_not(tmp_path):
+    recorded(tmp_path / "r.jsonl", "static-6", rows())
+    _, differences = record.replay(tmp_path / "r.jsonl", lambda header, config, splits: build("static-4", config, splits))
+    assert len(differences) == 20
+    assert "decision 1 (prefill" in differences[0]
+
+
+def test_what_a_policy_observed_is_part_of_its_decisions(tmp_path):
+    """Without the observations bullet predicts other times: the record must hold them."""
+    recorded(tmp_path / "r.jsonl", "bullet", rows())
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    (tmp_path / "deaf.jsonl").write_text("\n".join(x for x in lines if not x.startswith('["observe"')) + "\n")
+    assert record.replay(tmp_path / "deaf.jsonl", fresh)[1]
+
+
+def test_a_state_that_went_astray_is_told_from_a_policy_that_did(tmp_path):
+    recorded(tmp_path / "r.jsonl", "static-6", rows())
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith('["next_step"'))
+    event = json.loads(lines[at])
+    event[3] = "0" * 12
+    lines[at] = json.dumps(event)
+    (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
+    _, differences = record.replay(tmp_path / "r.jsonl", fresh)
+    assert len(differences) == 1
+    assert "the state is" in differences[0]
+
+
+def test_bad_records_are_refused_and_a_cut_off_line_is_left_out(tmp_path):
+    path = tmp_path / "r.jsonl"
+    run = recorded(path, "static-6", rows(3))
+    text = path.read_text()
+    path.write_text(text + '["next_st')
+    assert record.replay(path, fresh)[0] == run.decisions
+    path.write_text(text + "nonsense\n")
+    with pytest.raises(ResultsError, match="is not JSON: record"):
+        record.replay(path, fresh)
+    path.write_text('{"schema": "other"}\n')
+    with pytest.raises(ResultsError, match="not a bullet-record"):
+        record.replay(path, fresh)
+    with pytest.raises(ResultsError, match="cannot be read"):
+        record.replay(tmp_path / "none.jsonl", fresh)
