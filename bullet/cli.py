@@ -478,3 +478,10 @@ def profile(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=text, add_help=False)
     fit_cli.add_commands(commands)
     return _guarded("bullet-profile", parser.parse_args(arguments))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """``bullet-run``: the real runtime, a module of its own."""
+    from bullet import run_cli
+
+    return run_cli.main(argv)

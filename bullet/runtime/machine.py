@@ -121,7 +121,7 @@ def _open_cpu(config: RunConfig, max_tokens: int, weights: Path | None, threads:
     from bullet.runtime.engine import CPU_LANE
 
     machine = Machine(engine, splits, kv_blocks, lambda name, sms: CPU_LANE, CPU_NAME,
-                      f"CPU, no partition: lanes take turns; SMs are those of a nominal {gpu.name} and have no effect", True,
+                      f"none: lanes take turns, SMs of a nominal {gpu.name}", True,
                       lambda: len(engine.pool.free))
     return Opened(machine, gpu, (), lambda: None)
 
@@ -320,7 +320,7 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
     steps = _Steps(opened, model, seed, clock)
     n, cpu = machine.splits.num_sms, machine.turns
     room = min(engine.max_tokens - 16, machine.kv_blocks * KV_BLOCK_TOKENS // 2)
-    sizes = [t for t in prefill_tokens or ((1, 16, 64, 128, 256) if cpu else (1, 64, 256, 512, 1024, 2048, 4096, 8192))
+    sizes = [t for t in prefill_tokens or ((1, 16, 64, 128, 256, 512, 1024, 2048) if cpu else (1, 64, 256, 512, 1024, 2048, 4096, 8192))
              if t <= room]
     contexts = [c for c in contexts or ((16, 64, 192) if cpu else (128, 1024, 4096)) if c <= room]
     batches = list(batches or ((1, 4, 12) if cpu else (1, 8, 32, 64, 128, 256)))

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from bullet.config import GpuSpec, ModelSpec
 from bullet.device import DeviceModel, analytic_coefficients
 from bullet.errors import ProfileError
+from bullet.perf import Sample, calibration_states, sample_device
 from bullet.state import SplitTable
 
 
@@ -90,6 +91,16 @@ def along(x: float, nodes: Sequence[float], values: Sequence[float]) -> float:
     return max(values[i] + slope * (x - nodes[i]), 0.5 * min(values[i], values[i + 1]))
 
 
+def samples_of(device: MeasuredDevice, splits: SplitTable, seed: int) -> list[Sample]:
+    """What calibrates an estimator, at sizes that were measured: nothing is extrapolated."""
+    profile = device.profile
+    tokens = profile.prefill_tokens[-5:]
+    states = calibration_states(device, splits, prefill_tokens=tokens, batches=profile.batches,
+                                corun_batches=tuple(dict.fromkeys((profile.batches[0], profile.batches[-1]))),
+                                contexts=(profile.contexts[0], profile.contexts[-1]))
+    return sample_device(device, states, seed=seed, noise_std=0.0)
+
+
 class MeasuredWork(NamedTuple):
     """A step: its phase and its seconds alone on all SMs."""
 
@@ -129,7 +140,9 @@ class MeasuredDevice(DeviceModel):
     def decode_work(self, num_seqs: int, context_tokens: int) -> Any:
         return MeasuredWork("decode", self._decode_s(num_seqs, context_tokens / num_seqs))
 
-    def hybrid_work(self, pieces: Any, num_seqs: int, context_tokens: int, *, logits_seqs: int) -> Any:
+    def hybrid_work(self, pieces: Any, num_seqs: int, context_tokens: int, *, logits_seqs: int,
+                    layers: int | None = None) -> Any:
+        assert layers is None, "a hybrid batch is measured whole"
         if not pieces:
             return self.decode_work(num_seqs, context_tokens)
         rows, pairs = sum(new for new, _ in pieces), sum(new * (past + new / 2) for new, past in pieces)

@@ -1,0 +1,328 @@
+"""``bullet-run replay | steps | recheck | validate``: the real runtime. Heavy imports are inside functions.
+
+:func:`main` is called by ``bullet.cli.run`` and runs alone as ``python -m bullet.run_cli``. ``replay`` needs no simpy; the
+simulated side of ``validate`` does, and runs afterwards from the files where it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bullet.cli import FLAGS, _config, _fresh, _guarded, _number, _Parser, _print_paths, _progress, _stops_between_steps, _whole
+
+if TYPE_CHECKING:
+    from bullet.config import GpuSpec, RunConfig
+    from bullet.device import DeviceModel
+    from bullet.policies.base import Policy
+    from bullet.results import RunOutcome
+    from bullet.runtime.machine import Opened
+    from bullet.state import SplitTable
+    from bullet.workload import Workload
+
+EXAMPLES = """examples:
+  bullet-run replay --device cpu --trace my.csv --arrivals recorded --policy bullet --out runs/real
+      a small model on this machine's CPU, requests as they arrive; the folder is bullet-sim's
+  bullet-run replay --trace sharegpt --rate 8 --num-requests 200 --model llama-3.1-8b --policy sglang-1024
+      on the first GPU, random weights in that shape
+  bullet-run recheck runs/real.jsonl
+      would a fresh policy decide as --record runs/real.jsonl says?
+  bullet-run validate --device cpu
+      step times, simulation and real run of the same requests, side by side
+"""
+
+
+def say(text: str = "") -> None:
+    """One line to standard output, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, without running anything."""
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
+    parser = _Parser(prog="bullet-run", description="Serve a real model under the simulator's policies, in wall-clock time.",
+                     **style)
+    commands = parser.add_subparsers(dest="command", metavar="replay | steps | recheck | validate", required=True)
+    device = _Parser(add_help=False)
+    device.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    device.add_argument("--backend", choices=("auto", "green-context", "none"), default="auto",
+                        help="how SMs are partitioned; auto: green contexts, else none, labelled so")
+    device.add_argument("--weights", type=Path, metavar="DIR", help="safetensors and config.json (default: random from the seed)")
+    device.add_argument("--model", help="llama-3.1-8b (default; tiny on a CPU), .. or a Hugging Face config.json")
+    device.add_argument("--gpu", help="--device cpu: whose splits the policy is shown (default a100-80gb)")
+    device.add_argument("--seed", type=_whole, metavar="N", help="default 0: weights, prompts, arrivals")
+    device.add_argument("--threads", type=_whole, default=1, metavar="N", help="--device cpu: threads of torch (default 1)")
+    device.add_argument("--allow-busy", action="store_true", help="go on beside other processes on the card")
+    device.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets", help="any key of the configuration")
+    device.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
+    device.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
+    device.add_argument("--quiet", action="store_true", help="no progress bar")
+    device.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
+    load = _Parser(add_help=False)
+    load.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
+    load.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
+    load.add_argument("--rate", type=_number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
+    load.add_argument("--time-scale", type=_number, metavar="X", help="recorded arrivals X times as fast")
+    load.add_argument("--cv", type=_number, metavar="CV", help="coefficient of variation of gamma arrivals")
+    load.add_argument("--num-requests", type=_whole, metavar="N", help="default 1000; with recorded arrivals, all")
+    load.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
+    replay = commands.add_parser("replay", parents=[device, load], help="serve a trace under one policy", **style)
+    replay.add_argument("--policy", metavar="NAME", help="bullet (default), static-P, naive, sglang-N, vllm-N, file.py:Class")
+    replay.add_argument("--steps", type=Path, metavar="FILE", help="step times that the estimator starts from (bullet-run steps; "
+                        "default: taken on the spot on a CPU, the built-in profile on a GPU)")
+    replay.add_argument("--record", type=Path, metavar="FILE.jsonl", help="write states, observations and decisions")
+    replay.set_defaults(handler=_replay)
+    steps = commands.add_parser("steps", parents=[device], help="take the engine's step times", **style)
+    steps.add_argument("--max-tokens", type=_whole, default=None, help="longest sequence (default: 448 on a CPU, 8704)")
+    steps.set_defaults(handler=_steps)
+    recheck = commands.add_parser("recheck", help="does a fresh policy decide as recorded?", **style)
+    recheck.add_argument("record", type=Path)
+    recheck.set_defaults(handler=_recheck)
+    validate = commands.add_parser("validate", parents=[device], help="simulated against measured, on this machine", **style)
+    validate.add_argument("--policies", metavar="A,B,..", default=None, help="default: bullet and one of each other family")
+    validate.add_argument("--num-requests", type=_whole, default=None, metavar="N", help="default 40 on a CPU, 200")
+    validate.add_argument("--rate", type=_number, default=None, metavar="REQ/S", help="default: half of what the steps allow")
+    validate.add_argument("--from", type=Path, dest="source", metavar="DIR",
+                          help="run nothing: simulate from the files of a validation and print its table")
+    validate.set_defaults(handler=_validate)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 decisions differ, 2 the user's to repair, 130 interrupted."""
+    return _guarded("bullet-run", build_parser().parse_args(argv))
+
+
+# ------------------------------------------------------------------------------------------------ replay
+
+
+def run_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
+    """As bullet-sim's; what only a simulation has (delays, noise) is zero, since here it happens by itself."""
+    from bullet.errors import ConfigError
+
+    for name in FLAGS:
+        if not hasattr(args, name):
+            setattr(args, name, None)
+    if args.model is None and args.config is None:
+        args.model = "tiny" if args.device == "cpu" else "llama-3.1-8b"
+    if args.weights is not None:
+        args.model = str(args.weights / "config.json")
+    if args.gpu is not None and args.device == "cuda":
+        raise ConfigError("--gpu: with --device cuda the policy is shown the GPU that is there")
+    if args.threads is not None and args.threads < 1:
+        raise ConfigError(f"--threads {args.threads}: must be 1 or more")
+    config = _config(args, policy)
+    if config.device.tensor_parallel != 1:
+        raise ConfigError(f"device.tensor_parallel = {config.device.tensor_parallel}: the engine runs on one device")
+    return dataclasses.replace(config, device=dataclasses.replace(
+        config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0))
+
+
+def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None) -> Policy:
+    """The policy object that the simulator would use; its estimator starts from ``device``."""
+    from bullet import policies
+    from bullet.config import get_model
+    from bullet.perf import Oracle, Srm, make_estimator
+    from bullet.runtime.measured import MeasuredDevice, samples_of
+
+    model = get_model(config.device.model)
+    assert config.slo.tpot_s is not None
+    estimator = None
+    if policies.needs_estimator(config.policy.name):
+        assert device is not None
+        options: dict[str, Any] = {"recalibrate": config.policy.recalibrate, "error": config.policy.estimator_error}
+        name = config.policy.estimator
+        if isinstance(device, MeasuredDevice):
+            samples = samples_of(device, splits, config.seed)
+            estimator = (Oracle(device, gpu, splits, samples, **options) if name == "oracle"
+                         else Srm(model, gpu, splits, samples, blind=name == "srm-blind", **options))
+        else:
+            estimator = make_estimator(name, device=device, model=model, gpu=gpu, splits=splits, seed=config.seed, **options)
+    return policies.make_policy(config.policy.name, policies.PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator,
+                                                                           config.policy.options))
+
+
+def estimator_device(config: RunConfig, opened: Opened, profile: Any) -> DeviceModel:
+    """What the estimator takes its samples from: measured step times, else the built-in profile of that GPU."""
+    from bullet.config import get_model
+    from bullet.device import PROFILES, DeviceCoefficients, DeviceModel, analytic_coefficients
+    from bullet.runtime.measured import MeasuredDevice
+
+    model = get_model(config.device.model)
+    if profile is not None:
+        return MeasuredDevice(profile, model, opened.gpu, sharing="fair")
+    fits = sorted(PROFILES.glob(f"{opened.gpu.name}/*/fit.json"))
+    coefficients = DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(opened.gpu)
+    return DeviceModel(model, opened.gpu, coefficients)
+
+
+def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, folder: Path, args: argparse.Namespace,
+          record: Path | None = None) -> tuple[RunOutcome, dict[str, Any]]:
+    """One real run into one folder; whatever stops it, its rows are kept."""
+    from bullet import metrics, policies, report
+    from bullet.config import get_model, to_toml
+    from bullet.results import RunWriter
+    from bullet.runtime.driver import Replay
+    from bullet.runtime.machine import prompts_of
+    from bullet.runtime.record import RecordWriter
+
+    machine = opened.machine
+    device = estimator_device(config, opened, profile) if policies.needs_estimator(config.policy.name) else None
+    policy = make_policy_for(config, opened.gpu, machine.splits, device)
+    with RunWriter(folder, source="measured") as writer:
+        args.kept = folder
+        writer.resolved(config)
+        writer.metadata |= {"gpu": machine.name, "partition": machine.partition}
+        update, close = _progress(len(workload), config.policy.name, args.quiet)
+        run = Replay(config, workload, machine, policy, writer, prompts_of(workload, get_model(config.device.model).vocab_size,
+                                                                           config.seed),
+                     stop=lambda: writer.stopping, progress=update)
+        recorder: Any = nullcontext()
+        if record is not None:
+            slos = [run.mean_slo_s if run.policy_reads_mean else run.slo_per_token_s * int(t) for t in workload.prompt_tokens]
+            recorder = run.record = RecordWriter(
+                record, config, machine.splits, machine.kv_blocks, run.state.num_layers, slos, workload,
+                {"gpu": dataclasses.asdict(opened.gpu), "steps": None if profile is None else dataclasses.asdict(profile)})
+        started = time.perf_counter()
+        try:
+            with recorder, _stops_between_steps(writer):
+                run.run()
+        except BaseException:
+            run.close_unfinished()  # offered = finished + rejected + unfinished, whatever stopped it
+            raise
+        finally:
+            close()
+        outcome = run.outcome(*writer.tables(), workload)
+        summary = metrics.summarise(outcome)
+        writer.close(outcome, summary, run.timing(time.perf_counter() - started))
+    if writer.stopping:
+        raise KeyboardInterrupt
+    if not args.no_report:
+        report.write_run_report(folder, outcome, summary, to_toml(outcome.config))
+    return outcome, summary
+
+
+def _replay(args: argparse.Namespace) -> int:
+    import json
+
+    from bullet import policies, report
+    from bullet.config import get_model, resolve_slo
+    from bullet.errors import ResultsError
+    from bullet.runtime.machine import longest, measure_steps, open_machine
+    from bullet.runtime.measured import StepProfile
+    from bullet.workload import load_workload
+
+    config = run_config(args)
+    policies.check_name(config.policy.name)
+    workload = load_workload(config.workload, config.seed)
+    if args.record is not None and args.record.exists():
+        raise ResultsError(f"{args.record}: exists already: choose another --record (nothing is overwritten)")
+    profile = None if args.steps is None else StepProfile.from_json(args.steps)
+    config = dataclasses.replace(
+        config, workload=dataclasses.replace(config.workload, num_requests=len(workload)),
+        slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
+    folder = _fresh(args.out, f"real-{config.policy.name}-{Path(config.workload.trace).name}")
+    # On a CPU at least what step times need.
+    most = max(longest(config, workload), min(448, get_model(config.device.model).context_tokens) if args.device == "cpu" else 0)
+    with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
+                      threads=args.threads, say=say) as opened:
+        machine = opened.machine
+        config = dataclasses.replace(config, device=dataclasses.replace(config.device, gpu=opened.gpu.name,
+                                                                        kv_tokens=machine.kv_blocks * 16))
+        if profile is None and args.device == "cpu" and policies.needs_estimator(config.policy.name):
+            say("taking step times, for the estimator to start from")
+            profile = measure_steps(opened, get_model(config.device.model), seed=config.seed)
+        _, summary = serve(config, workload, opened, profile, folder, args, args.record)
+    say(report.comparison_table([summary]))
+    timing = json.loads((folder / "timing.json").read_text(encoding="utf-8"))
+    for line in host_lines(timing):
+        say(line)
+    _print_paths(folder, args, ["requests.parquet, steps.parquet, summary.json, timing.json, config.toml"])
+    return 0
+
+
+def host_lines(timing: dict[str, Any]) -> list[str]:
+    """Table 5's rows, of this run, in microseconds; the paper's beside them."""
+    paper = {"prediction": "10.2 / 24.5 / 25.8", "reconfiguration": "4.1 / 4.2 / 5.9", "hand_over": "210 / 890 / 1540"}
+    lines = [f"host times on {timing['device']} (mean / P90 / P99 us; the paper's Table 5 on an A100 in brackets):"]
+    for name, row in timing["host"].items():
+        found = "-" if not row["count"] else f"{row['mean_us']:.1f} / {row['p90_us']:.1f} / {row['p99_us']:.1f}"
+        lines.append(f"  {name.replace('_', '-'):<16} {row['count']:>7} x  {found:<24} [{paper[name]}]")
+    return lines
+
+
+# ------------------------------------------------------------------------------------- the other commands
+
+
+def _steps(args: argparse.Namespace) -> int:
+    from bullet.config import get_model
+    from bullet.errors import ConfigError
+    from bullet.results import create_folder, write_text
+    from bullet.runtime.machine import measure_steps, open_machine
+
+    config = run_config(args)
+    model = get_model(config.device.model)
+    most = args.max_tokens or min(448 if args.device == "cpu" else 8704, model.context_tokens)
+    if not 64 <= most <= model.context_tokens:
+        raise ConfigError(f"--max-tokens {most}: must be 64 to {model.name}'s {model.context_tokens}")
+    folder = _fresh(args.out, f"steps-{args.device}")
+    create_folder(folder)
+    with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
+                      threads=args.threads, say=say) as opened:
+        profile = measure_steps(opened, model, seed=config.seed)
+    write_text(folder / "steps.json", profile.to_json())
+    say(f"measured on {profile.hardware} ({profile.partition}), {model.name}")
+    prefills = zip(profile.prefill_tokens, profile.prefill_s, strict=True)
+    say("  prefill, ms at tokens:  " + ", ".join(f"{t}: {s * 1e3:.1f}" for t, s in prefills))
+    for batch, row in zip(profile.batches, profile.decode_s, strict=True):
+        say(f"  decode of {batch}, ms at context:  "
+            + ", ".join(f"{c}: {s * 1e3:.1f}" for c, s in zip(profile.contexts, row, strict=True)))
+    say(f"written to {folder / 'steps.json'}")
+    return 0
+
+
+def policy_of_record(header: dict[str, Any], config: RunConfig, splits: SplitTable) -> Policy:
+    """A fresh policy with the estimator that the recorded one began with."""
+    from bullet.config import GpuSpec, get_model
+    from bullet.device import load_device
+    from bullet.runtime.measured import MeasuredDevice, StepProfile
+
+    raw = header["gpu"]
+    gpu = GpuSpec(**{**raw, "compute_capability": tuple(raw["compute_capability"])})
+    device: DeviceModel = load_device(config.device)
+    if header["steps"] is not None:
+        device = MeasuredDevice(StepProfile.from_dict(header["steps"]), get_model(config.device.model), gpu, sharing="fair")
+    elif device.num_sms != gpu.num_sms:
+        from bullet.device import DeviceModel
+
+        device = DeviceModel(device.model, gpu, device.coefficients)
+    return make_policy_for(config, gpu, splits, device)
+
+
+def _recheck(args: argparse.Namespace) -> int:
+    from bullet.runtime.record import replay
+
+    build: Callable[..., Policy] = policy_of_record
+    decisions, differences = replay(args.record, build)
+    for line in differences:
+        say(line[:400])
+    say(f"{args.record}: {decisions} decisions, " + ("a fresh policy decides the same" if not differences else
+                                                     f"{len(differences)}{'+' if len(differences) > 19 else ''} differ"))
+    return 1 if differences else 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from bullet.run_validate import validate
+
+    return validate(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
