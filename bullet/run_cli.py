@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     recheck.set_defaults(handler=_recheck)
     validate = commands.add_parser("validate", parents=[device], help="simulated against measured, on this machine", **style)
     validate.add_argument("--policies", metavar="A,B,..", default=None, help="default: bullet and one of each other family")
-    validate.add_argument("--num-requests", type=_whole, default=None, metavar="N", help="default 40 on a CPU, 200")
+    validate.add_argument("--num-requests", type=_whole, default=None, metavar="N", help="default 100 on a CPU, 200")
     validate.add_argument("--rate", type=_number, default=None, metavar="REQ/S", help="default: half of what the steps allow")
     validate.add_argument("--from", type=Path, dest="source", metavar="DIR",
                           help="run nothing: simulate from the files of a validation and print its table")

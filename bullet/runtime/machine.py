@@ -320,8 +320,8 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
     steps = _Steps(opened, model, seed, clock)
     n, cpu = machine.splits.num_sms, machine.turns
     room = min(engine.max_tokens - 16, machine.kv_blocks * KV_BLOCK_TOKENS // 2)
-    sizes = [t for t in prefill_tokens or ((1, 16, 64, 128, 256, 512, 1024, 2048) if cpu else (1, 64, 256, 512, 1024, 2048, 4096, 8192))
-             if t <= room]
+    defaults = (1, 16, 64, 128, 256, 512, 1024, 2048) if cpu else (1, 64, 256, 512, 1024, 2048, 4096, 8192)
+    sizes = [t for t in prefill_tokens or defaults if t <= room]
     contexts = [c for c in contexts or ((16, 64, 192) if cpu else (128, 1024, 4096)) if c <= room]
     batches = list(batches or ((1, 4, 12) if cpu else (1, 8, 32, 64, 128, 256)))
     blocks = machine.kv_blocks // 2
@@ -335,7 +335,19 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
         steps.whole(tokens, lane, past)  # compiles, warms up
         return statistics.median(steps.whole(tokens, lane, past) for _ in range(repeats))
 
-    prefill_s = tuple(median(t, prefill_lane) for t in sizes)
+    # Sizes in turn, not one after the other: a step in service also finds the caches as another left them.
+    for tokens in sizes:
+        steps.whole(tokens, prefill_lane)
+    rounds: dict[tuple[int, ...], list[float]] = {}
+    for _ in range(repeats):
+        for tokens in sizes:
+            rounds.setdefault((tokens,), []).append(steps.whole(tokens, prefill_lane))
+        for b in batches:
+            for c in contexts:
+                rounds.setdefault((b, c), []).append(steps.decode(b, c, decode_lane, 2))
+    found = {size: statistics.median(seconds) for size, seconds in rounds.items()}
+    prefill_s = tuple(found[t,] for t in sizes)
+    decode_s = tuple(tuple(found[b, c] for c in contexts) for b in batches)
     probe = sizes[len(sizes) // 2]
     groups = [steps.run([Chunk(steps.add(probe), probe, 0)], 1, prefill_lane) for _ in range(repeats)]
     for i in list(engine.sequences):
@@ -346,7 +358,6 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
     head_s = max(0.0, layer[-1] - statistics.median(layer[:-1] or layer))
     past = min(4 * probe, room - probe)
     pair_s = max(0.0, median(probe, prefill_lane, past) - prefill_s[sizes.index(probe)]) / (probe * past) if past > 0 else 0.0
-    decode_s = tuple(tuple(steps.decode(b, c, decode_lane, repeats) for c in contexts) for b in batches)
 
     p_factors, d_factors, corun = [(n, 1.0)], [(n, 1.0)], []
     big, batch, context = sizes[-1], batches[len(batches) // 2], contexts[len(contexts) // 2]

@@ -1,0 +1,271 @@
+"""``bullet-run validate``: the loop closed on one machine, simulated against measured.
+
+    check -> step times of the engine -> real runs of some requests -> the same requests simulated on those step times
+
+The simulated side knows the machine only through ``steps.json``; it has the same policies, requests, KV and splits. All that
+is needed is in the folder, so that it can run later and elsewhere (``--from``), where simpy is. Stands above runtime and sim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bullet.cli import _fresh, _safe
+from bullet.config import RunConfig, get_gpu, get_model, load_run_config, resolve_slo
+from bullet.errors import ConfigError, ResultsError
+from bullet.results import StepTable, create_folder, load_run, write_json, write_text
+from bullet.runtime.measured import MeasuredDevice, StepProfile
+from bullet.state import SplitTable
+from bullet.workload import Workload, load_workload
+
+CPU_POLICIES = "bullet,naive,sglang-64,vllm-256"
+GPU_POLICIES = "bullet,naive,sglang-1024,vllm-1024"
+FIGURES = (("mean TTFT ms", "mean_ttft_ms"), ("P90 TTFT ms", "p90_ttft_ms"), ("mean TPOT ms", "mean_tpot_ms"),
+           ("P90 TPOT ms", "p90_tpot_ms"), ("req/s", "request_throughput"), ("tokens/s", "output_throughput"))
+LOAD_SHARE = 0.5
+"""Share of the machine's capacity, as its step times tell it, that the requests ask for."""
+
+
+def validate(args: argparse.Namespace) -> int:
+    """Measure (unless ``--from``), simulate, print one table, keep it as validation.txt and validation.json."""
+    from bullet import run_cli
+
+    if args.source is not None:
+        folder = args.source
+    else:
+        folder = _fresh(args.out, f"validate-{args.device}")
+        create_folder(folder)
+        args.kept = None
+        measure(args, folder)
+    if find_spec("simpy") is None:
+        run_cli.say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
+        return 0
+    result = compare(folder)
+    lines = table(result)
+    write_json(folder / "validation.json", result)
+    write_text(folder / "validation.txt", "\n".join(lines) + "\n")
+    run_cli.say("\n" + "\n".join(lines) + f"\n\nwritten to {folder}/: validation.txt, validation.json, steps.json, real/, sim/")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ measured
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Step times before and after, and a real run of each policy, into ``folder``."""
+    from bullet import policies, run_cli
+    from bullet.runtime.machine import measure_steps, open_machine
+
+    cpu = args.device == "cpu"
+    names = [n.strip() for n in (args.policies or (CPU_POLICIES if cpu else GPU_POLICIES)).split(",") if n.strip()]
+    if not names:
+        raise ConfigError("--policies: names at least one")
+    for name in names:
+        policies.check_name(name)
+    base = run_cli.run_config(args)
+    model = get_model(base.device.model)
+    most = min(448 if cpu else 8704, model.context_tokens)
+    args.no_report = True
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        run_cli.say(f"[{time.monotonic() - started:4.0f} s] {text}")
+
+    with open_machine(args.device, base, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
+                      threads=args.threads, say=say) as opened:
+        machine = opened.machine
+        say(f"{machine.name}; partition: {machine.partition}")
+        profile = measure_steps(opened, model, seed=base.seed)
+        write_text(folder / "steps.json", profile.to_json())
+        say("step times taken")
+        rate = args.rate or LOAD_SHARE * capacity(profile, cpu)
+        write_text(folder / "trace.csv", synthetic(args.num_requests or (100 if cpu else 200), rate, cpu, base.seed))
+        config = dataclasses.replace(
+            base, workload=dataclasses.replace(base.workload, trace=str(folder / "trace.csv"), arrivals="recorded",
+                                               num_requests=None, rate_req_per_s=None),
+            device=dataclasses.replace(base.device, gpu=opened.gpu.name, kv_tokens=machine.kv_blocks * 16))
+        workload = load_workload(config.workload, config.seed)
+        config = dataclasses.replace(config, slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
+        for name in names:
+            one = dataclasses.replace(config, policy=dataclasses.replace(config.policy, name=name))
+            _, summary = run_cli.serve(one, workload, opened, profile, folder / "real" / _safe(name), args)
+            say(f"{name}: {summary['completed']} of {summary['offered']} requests at {rate:.2f} req/s, mean TTFT "
+                f"{summary['mean_ttft_ms'] or 0:.0f} ms")
+        write_text(folder / "steps-after.json", measure_steps(opened, model, seed=base.seed, corun_s=0.2).to_json())
+        say("step times taken again")
+
+
+LENGTHS = {True: ((16, 192), (2, 16)), False: ((128, 4096), (16, 256))}
+"""Prompt and output lengths, drawn uniformly in the logarithm, on a CPU and on a GPU: synthetic."""
+
+
+def synthetic(count: int, rate: float, cpu: bool, seed: int) -> str:
+    """A trace: Poisson arrivals, log-uniform lengths."""
+    rng = np.random.default_rng([seed, 0x7A])
+    (p0, p1), (o0, o1) = LENGTHS[cpu]
+    arrival = np.cumsum(rng.exponential(1 / rate, count))
+    prompts = np.exp(rng.uniform(np.log(p0), np.log(p1), count)).astype(int)
+    outputs = np.exp(rng.uniform(np.log(o0), np.log(o1), count)).astype(int)
+    rows = [f"{a:.6f},{p},{o}" for a, p, o in zip(arrival, prompts, outputs, strict=True)]
+    return "arrival_s,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n"
+
+
+def capacity(profile: StepProfile, cpu: bool) -> float:
+    """Requests per second that the step times allow, decodes batched by four: for choosing a rate, never a result."""
+    device = MeasuredDevice(profile, get_model_of(profile), get_gpu("a100-80gb"))
+    (p0, p1), (o0, o1) = LENGTHS[cpu]
+    prompt, output = round((p0 * p1) ** 0.5), round((o0 * o1) ** 0.5)
+    whole = device.prefill_work([(prompt, 0)], device.model.num_layers, logits_seqs=1).seconds
+    return 1.0 / (whole + output * device.decode_work(4, 4 * prompt).seconds / 4)
+
+
+def get_model_of(profile: StepProfile) -> Any:
+    """The built-in model of a profile, or the tiny one, whose layer count alone matters for whole steps."""
+    try:
+        return get_model(profile.model)
+    except ConfigError:
+        return get_model("tiny")
+
+
+# ------------------------------------------------------------------------------------------------ simulated
+
+
+def splits_of(profile: StepProfile, config: RunConfig) -> SplitTable:
+    """The splits that the machine granted, or on one processor those of the nominal device."""
+    granted = [sms for sms, _ in profile.decode_sms if sms < profile.num_sms]
+    if granted:
+        return SplitTable(profile.num_sms, np.array(granted, dtype=np.int64))
+    return SplitTable.every(profile.num_sms, config.device.partition_step_sms)
+
+
+def compare(folder: Path) -> dict[str, Any]:
+    """Simulate every real run of the folder on its step times; figures of both sides, and of steps by lane and SMs."""
+    from bullet import metrics, run_cli
+    from bullet.sim.driver import simulate
+
+    real = sorted((folder / "real").glob("*/config.toml"))
+    if not real:
+        raise ResultsError(f"{folder}/real: holds no run: is it the folder of bullet-run validate?")
+    profile = StepProfile.from_json(folder / "steps.json")
+    after = folder / "steps-after.json"
+    runs = []
+    for path in real:
+        stored = load_run(path.parent)
+        if not stored.summary["complete"]:
+            continue
+        config = load_run_config(path)
+        trace = dataclasses.replace(config.workload, trace=str(folder / "trace.csv"))
+        workload: Workload = load_workload(trace, config.seed)
+        config = dataclasses.replace(config, workload=trace)
+        model, gpu = get_model(config.device.model), get_gpu(config.device.gpu)
+        gpu = dataclasses.replace(gpu, num_sms=profile.num_sms)
+        device = MeasuredDevice(profile, model, gpu)
+        policy = run_cli.make_policy_for(config, gpu, splits_of(profile, config),
+                                         MeasuredDevice(profile, model, gpu, sharing="fair"))
+        outcome = simulate(config, workload=workload, device=device, policy=policy)
+        summary = metrics.summarise(outcome)
+        (folder / "sim").mkdir(exist_ok=True)
+        write_json(folder / "sim" / f"{path.parent.name}.json", summary)
+        runs.append({"policy": config.policy.name,
+                     "figures": {title: [summary[key], stored.summary[key]] for title, key in FIGURES},
+                     "prediction_error": [summary["prediction_error_mean"], stored.summary["prediction_error_mean"]],
+                     "completed": [summary["completed"], stored.summary["completed"]],
+                     "steps": step_rows(outcome.steps, stored.steps, device)})
+    first = load_run(real[0].parent).summary
+    return {"hardware": profile.hardware, "partition": profile.partition, "model": profile.model,
+            "requests": first["offered"], "seed": first["seed"],
+            "drift": drift(profile, StepProfile.from_json(after)) if after.exists() else None, "runs": runs}
+
+
+def drift(before: StepProfile, after: StepProfile) -> list[float]:
+    """Step times after the runs over those before: median, least, greatest. What no simulation can know."""
+    pairs = [*zip(before.prefill_s, after.prefill_s, strict=True),
+             *((a, b) for x, y in zip(before.decode_s, after.decode_s, strict=True) for a, b in zip(x, y, strict=True))]
+    ratios = [b / a for a, b in pairs]
+    return [float(np.median(ratios)), min(ratios), max(ratios)]
+
+
+def step_rows(simulated: StepTable, measured: StepTable, device: MeasuredDevice) -> list[dict[str, Any]]:
+    """Steps by lane, SMs and whether anything ran beside them: counts and medians of both sides. For steps alone also the
+    median error of the step times at the very work of each real step, as its row has it."""
+    rows = []
+    keys = sorted({(str(lane), int(sms), bool(beside)) for t in (simulated, measured)
+                   for lane, sms, beside in zip(t["lane"], t["sms"], t["corun_s"] > 0, strict=True)})
+    for lane, sms, beside in keys:
+        sides = []
+        for t in (simulated, measured):
+            mask = (t["lane"] == lane) & (t["sms"] == sms) & ((t["corun_s"] > 0) == beside)
+            sides.append({name: t[name][mask] for name in t.columns})
+        errors = [] if beside else [same_work_s(device, lane, sms, sides[1], i) / sides[1]["actual_s"][i] - 1
+                                    for i in range(len(sides[1]["sms"]))]
+        medians = [float(np.median(side["actual_s"])) if len(side["sms"]) else None for side in sides]
+        rows.append({"lane": lane, "sms": sms, "beside": beside, "count": [len(side["sms"]) for side in sides],
+                     "median_s": medians, "same_work_error": float(np.median(errors)) if errors else None,
+                     "same_work_abs_error": float(np.median(np.abs(errors))) if errors else None})
+    return rows
+
+
+def same_work_s(device: MeasuredDevice, lane: str, sms: int, side: Mapping[str, Any], i: int) -> float:
+    """The step times' answer for one real step alone; a batch of prompts counts as one of their sum."""
+    tokens, seqs, context = (int(side[name][i]) for name in ("prefill_tokens", "decode_seqs", "context_tokens"))
+    layers, first = int(side["layers"][i]), int(side["first_layer"][i])
+    pieces = [(tokens, 0)]
+    if lane == "prefill":
+        work = device.prefill_work(pieces, layers, logits_seqs=int(first + layers == device.model.num_layers))
+    elif tokens:
+        work = device.hybrid_work(pieces, seqs, context, logits_seqs=seqs + 1)
+    else:
+        work = device.decode_work(seqs, context)
+    return device.solo_seconds(work, sms)
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def _percent(simulated: float | None, measured: float | None) -> str:
+    if simulated is None or not measured:
+        return "-"
+    return f"{100 * (simulated / measured - 1):+.0f} %"
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """Both sides as text, under 120 columns; says first on what it was measured."""
+    lines = [f"Simulated against measured on {result['hardware']} (partition: {result['partition']}), {result['model']},",
+             f"{result['requests']} synthetic requests, seed {result['seed']}; the simulator knows the machine by its step times "
+             "alone", "", f"{'policy':<14} {'figure':<14} {'simulated':>10} {'measured':>10} {'error':>8}"]
+    lines.append("-" * len(lines[-1]))
+    for run in result["runs"]:
+        for title, (simulated, measured) in run["figures"].items():
+            cells = ("-" if v is None else f"{v:.2f}" for v in (simulated, measured))
+            lines.append(f"{run['policy']:<14} {title:<14} " + " ".join(f"{c:>10}" for c in cells)
+                         + f" {_percent(simulated, measured):>8}")
+        if run["prediction_error"][1] is not None:
+            cells = ("-" if v is None else f"{100 * v:.0f} %" for v in run["prediction_error"])
+            lines.append(f"{run['policy']:<14} {'estimator err.':<14} " + " ".join(f"{c:>10}" for c in cells) + f" {'':>8}")
+    lines += ["", "Steps by lane and SMs (the most frequent; median ms; same work: the step times at each real step's work)",
+              f"{'policy':<14} {'lane':<8} {'SMs':>4} {'beside':<7} {'n sim':>6} {'n real':>6} {'sim':>8} {'real':>8} "
+              f"{'error':>8} {'same work':>10}"]
+    lines.append("-" * len(lines[-1]))
+    for run in result["runs"]:
+        for row in _frequent(run["steps"]):
+            cells = ["-" if v is None else f"{v * 1e3:.2f}" for v in row["median_s"]]
+            same = row["same_work_error"]
+            lines.append(f"{run['policy']:<14} {row['lane']:<8} {row['sms']:>4} {'other' if row['beside'] else 'alone':<7} "
+                         f"{row['count'][0]:>6} {row['count'][1]:>6} {cells[0]:>8} {cells[1]:>8} {_percent(*row['median_s']):>8} "
+                         + (f"{100 * same:+.0f} %" if same is not None else "-").rjust(10))
+    if result["drift"] is not None:
+        median, least, greatest = result["drift"]
+        lines += ["", f"The machine's own drift, step times after / before: median {median:.2f}, {least:.2f} to {greatest:.2f}"]
+    return lines
+
+
+def _frequent(rows: Sequence[dict[str, Any]], most: int = 4) -> list[dict[str, Any]]:
+    return sorted(sorted(rows, key=lambda r: -sum(r["count"]))[:most], key=lambda r: (r["lane"], r["sms"], r["beside"]))
