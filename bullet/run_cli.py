@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +205,9 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
         writer.close(outcome, summary, run.timing(time.perf_counter() - started))
     if writer.stopping:
         raise KeyboardInterrupt
+    if not args.no_report and find_spec("matplotlib") is None:
+        say("no plots: matplotlib is not installed here")
+        args.no_report = True
     if not args.no_report:
         report.write_run_report(folder, outcome, summary, to_toml(outcome.config))
     return outcome, summary

@@ -240,3 +240,18 @@ def test_what_a_lane_publishes_the_other_sees_at_its_next_decision():
 
     replay([(0.0, 20, 2)], Tells())
     assert seen == [(Partition(6, 2), Published(1.5, None))]
+
+
+def test_reports_and_plots_of_the_simulator_work_on_a_real_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bullet import report
+    from bullet.config import to_toml
+
+    rows = [(0.0, 20, 3), (0.001, 60, 4)]
+    run, _, sink = replay(rows, "static-6", turns=False)
+    outcome = run.outcome(*tables(sink), run_workload(rows))
+    report.write_run_report(tmp_path, outcome, metrics.summarise(outcome), to_toml(outcome.config))
+    page = (tmp_path / "report.html").read_text()
+    assert "measured on FAKE" in page
+    assert "simulated" not in page.split("</p>")[0]
+    assert (tmp_path / "trace.json").stat().st_size > 0
