@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-core test-torch test-triton39 lint gpu clean
+.PHONY: gpu-validate demo test test-core test-torch test-triton39 lint gpu clean
 
 # For the tests that need torch: a CPU build, in an environment of its own (1.9 GB). Where plain `torch` is a CUDA build of
 # several gigabytes: make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -66,6 +66,11 @@ test-triton39:
 
 gpu:
 	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $(BUDGET_S) --out $(OUT) $(GPU_ARGS)
+
+# After `make gpu`: the engine on this card under four policies, beside the simulator (docs/runtime.md). Without simpy
+# it only measures: run `bullet-run validate --from $(OUT)-validate` where simpy is.
+gpu-validate:
+	timeout -s INT $(BUDGET_S) $(GPU_PYTHON) -m bullet.run_cli validate --device cuda --out $(OUT)-validate
 
 clean:
 	rm -rf $(VENV) $(TORCH_VENV) .venv-triton39

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from bullet.cli import FLAGS, _config, _fresh, _guarded, _number, _Parser, _print_paths, _progress, _stops_between_steps, _whole
 
 if TYPE_CHECKING:
-    from bullet.config import GpuSpec, RunConfig
+    from bullet.config import GpuSpec, ModelSpec, RunConfig
     from bullet.device import DeviceModel
     from bullet.policies.base import Policy
     from bullet.results import RunOutcome
     from bullet.runtime.machine import Opened
+    from bullet.runtime.measured import StepProfile
     from bullet.state import SplitTable
     from bullet.workload import Workload
 
@@ -88,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     recheck.set_defaults(handler=_recheck)
     validate = commands.add_parser("validate", parents=[device], help="simulated against measured, on this machine", **style)
     validate.add_argument("--policies", metavar="A,B,..", default=None, help="default: bullet and one of each other family")
-    validate.add_argument("--num-requests", type=_whole, default=None, metavar="N", help="default 100 on a CPU, 200")
+    validate.add_argument("--num-requests", type=_whole, default=None, metavar="N", help="default 100 on a CPU, 60")
     validate.add_argument("--rate", type=_number, default=None, metavar="REQ/S", help="default: half of what the steps allow")
     validate.add_argument("--from", type=Path, dest="source", metavar="DIR",
                           help="run nothing: simulate from the files of a validation and print its table")
@@ -150,18 +151,15 @@ def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device:
                                                                            config.policy.options))
 
 
-def estimator_device(config: RunConfig, opened: Opened, profile: Any) -> DeviceModel:
+def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> DeviceModel:
     """What the estimator takes its samples from: measured step times, else the built-in profile of that GPU."""
-    from bullet.config import get_model
     from bullet.device import PROFILES, DeviceCoefficients, DeviceModel, analytic_coefficients
     from bullet.runtime.measured import MeasuredDevice
 
-    model = get_model(config.device.model)
     if profile is not None:
-        return MeasuredDevice(profile, model, opened.gpu, sharing="fair")
-    fits = sorted(PROFILES.glob(f"{opened.gpu.name}/*/fit.json"))
-    coefficients = DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(opened.gpu)
-    return DeviceModel(model, opened.gpu, coefficients)
+        return MeasuredDevice(profile, model, gpu, sharing="fair")
+    fits = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"), key=lambda path: (path.parent.name != model.name, path))
+    return DeviceModel(model, gpu, DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(gpu))
 
 
 def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, folder: Path, args: argparse.Namespace,
@@ -175,15 +173,15 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
     from bullet.runtime.record import RecordWriter
 
     machine = opened.machine
-    device = estimator_device(config, opened, profile) if policies.needs_estimator(config.policy.name) else None
+    model = get_model(config.device.model)
+    device = estimator_device(model, opened.gpu, profile) if policies.needs_estimator(config.policy.name) else None
     policy = make_policy_for(config, opened.gpu, machine.splits, device)
     with RunWriter(folder, source="measured") as writer:
         args.kept = folder
         writer.resolved(config)
         writer.metadata |= {"gpu": machine.name, "partition": machine.partition}
         update, close = _progress(len(workload), config.policy.name, args.quiet)
-        run = Replay(config, workload, machine, policy, writer, prompts_of(workload, get_model(config.device.model).vocab_size,
-                                                                           config.seed),
+        run = Replay(config, workload, machine, policy, writer, prompts_of(workload, model.vocab_size, config.seed),
                      stop=lambda: writer.stopping, progress=update)
         recorder: Any = nullcontext()
         if record is not None:
@@ -295,19 +293,12 @@ def _steps(args: argparse.Namespace) -> int:
 def policy_of_record(header: dict[str, Any], config: RunConfig, splits: SplitTable) -> Policy:
     """A fresh policy with the estimator that the recorded one began with."""
     from bullet.config import GpuSpec, get_model
-    from bullet.device import load_device
-    from bullet.runtime.measured import MeasuredDevice, StepProfile
+    from bullet.runtime.measured import StepProfile
 
     raw = header["gpu"]
     gpu = GpuSpec(**{**raw, "compute_capability": tuple(raw["compute_capability"])})
-    device: DeviceModel = load_device(config.device)
-    if header["steps"] is not None:
-        device = MeasuredDevice(StepProfile.from_dict(header["steps"]), get_model(config.device.model), gpu, sharing="fair")
-    elif device.num_sms != gpu.num_sms:
-        from bullet.device import DeviceModel
-
-        device = DeviceModel(device.model, gpu, device.coefficients)
-    return make_policy_for(config, gpu, splits, device)
+    profile = None if header["steps"] is None else StepProfile.from_dict(header["steps"])
+    return make_policy_for(config, gpu, splits, estimator_device(get_model(config.device.model), gpu, profile))
 
 
 def _recheck(args: argparse.Namespace) -> int:

@@ -83,11 +83,11 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                       threads=args.threads, say=say) as opened:
         machine = opened.machine
         say(f"{machine.name}; partition: {machine.partition}")
-        profile = measure_steps(opened, model, seed=base.seed)
+        profile = measure_steps(opened, model, seed=base.seed, repeats=5 if cpu else 3)
         write_text(folder / "steps.json", profile.to_json())
         say("step times taken")
         rate = args.rate or LOAD_SHARE * capacity(profile, cpu)
-        write_text(folder / "trace.csv", synthetic(args.num_requests or (100 if cpu else 200), rate, cpu, base.seed))
+        write_text(folder / "trace.csv", synthetic(args.num_requests or (100 if cpu else 60), rate, cpu, base.seed))
         config = dataclasses.replace(
             base, workload=dataclasses.replace(base.workload, trace=str(folder / "trace.csv"), arrivals="recorded",
                                                num_requests=None, rate_req_per_s=None),
@@ -99,7 +99,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             _, summary = run_cli.serve(one, workload, opened, profile, folder / "real" / _safe(name), args)
             say(f"{name}: {summary['completed']} of {summary['offered']} requests at {rate:.2f} req/s, mean TTFT "
                 f"{summary['mean_ttft_ms'] or 0:.0f} ms")
-        write_text(folder / "steps-after.json", measure_steps(opened, model, seed=base.seed, corun_s=0.2).to_json())
+        after = measure_steps(opened, model, seed=base.seed, repeats=3 if cpu else 1, corun_s=0.2)
+        write_text(folder / "steps-after.json", after.to_json())
         say("step times taken again")
 
 

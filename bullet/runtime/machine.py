@@ -126,12 +126,12 @@ def _open_cpu(config: RunConfig, max_tokens: int, weights: Path | None, threads:
     return Opened(machine, gpu, (), lambda: None)
 
 
-def known_gpu(name: str, asked: str | None, num_sms: int) -> GpuSpec:
-    """The data sheet behind a device's name, or the one that was asked for, with the SMs that are really there."""
+def known_gpu(name: str, num_sms: int) -> GpuSpec:
+    """The data sheet behind a device's name, with the SMs that are really there."""
     plain = name.lower().replace(" ", "")
-    found = asked or next((key for key in GPUS if key.split("-")[0] in plain), None)
+    found = next((key for key in GPUS if key.split("-")[0] in plain), None)
     if found is None:
-        raise ConfigError(f"GPU {name!r} is not among {', '.join(GPUS)}: name the nearest with --gpu, whose data sheet the "
+        raise ConfigError(f"GPU {name!r} is not among {', '.join(GPUS)}: add its data sheet to bullet/config.py, which the "
                           "estimator starts from")
     return dataclasses.replace(get_gpu(found), num_sms=num_sms)
 
@@ -199,7 +199,7 @@ def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend:
                 return plain.prefill if name == "prefill" else plain.decode
             return bench.table.lane(name, sms)
 
-        gpu = known_gpu(bench.gpu, None, n)
+        gpu = known_gpu(bench.gpu, n)
         decode = sorted({d for _, d in pairs})
         splits = SplitTable(n, np.array(decode, dtype=np.int64)) if pairs else SplitTable.every(n, 2)
         machine = Machine(engine, splits, kv_blocks, lane, bench.gpu, note, False, lambda: len(engine.pool.free))
@@ -322,8 +322,8 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
     room = min(engine.max_tokens - 16, machine.kv_blocks * KV_BLOCK_TOKENS // 2)
     defaults = (1, 16, 64, 128, 256, 512, 1024, 2048) if cpu else (1, 64, 256, 512, 1024, 2048, 4096, 8192)
     sizes = [t for t in prefill_tokens or defaults if t <= room]
-    contexts = [c for c in contexts or ((16, 64, 192) if cpu else (128, 1024, 4096)) if c <= room]
-    batches = list(batches or ((1, 4, 12) if cpu else (1, 8, 32, 64, 128, 256)))
+    contexts = [c for c in contexts or ((16, 64, 192) if cpu else (128, 1024, 2048)) if c <= room]
+    batches = list(batches or ((1, 4, 12) if cpu else (1, 8, 32, 64, 128)))
     blocks = machine.kv_blocks // 2
     batches = [b for b in batches if contexts and b * (-(-(contexts[-1] + 16) // KV_BLOCK_TOKENS)) <= blocks]
     if len(sizes) < 2 or len(contexts) < 2 or len(batches) < 2:
