@@ -191,7 +191,7 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
                 {"gpu": dataclasses.asdict(opened.gpu), "steps": None if profile is None else dataclasses.asdict(profile)})
         started = time.perf_counter()
         try:
-            with recorder, _stops_between_steps(writer):
+            with recorder, _stops_between_steps(writer, args):
                 run.run()
         except BaseException:
             run.close_unfinished()  # offered = finished + rejected + unfinished, whatever stopped it
