@@ -244,6 +244,8 @@ class DeviceModel:
         self._decode_fixed_s = c.decode_attention_overhead_s
         self._decode_seq_s = c.decode_attention_seq_s
         self._host_gap_s = c.host_gap_s
+        self._num_layers = model.num_layers
+        self._decode_lines: dict[tuple[int, int], tuple[float, float, float, float, float, float]] = {}
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
         self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
         self._dense: dict[int, _Row] = {}
@@ -427,6 +429,20 @@ class DeviceModel:
             seconds += self._row_solo(head, sms) if head_s is None else head_s
         work.solo_sms, work.solo_s = sms, seconds
         return seconds
+
+    def decode_seconds(self, num_seqs: int, context_tokens: int, sms: int) -> float:
+        """``solo_seconds(decode_work(num_seqs, context_tokens), sms)`` to the last bit: linear in the context."""
+        line = self._decode_lines.get((num_seqs, sms)) if self.cache else None
+        if line is None:
+            work = self.decode_work(num_seqs, context_tokens)
+            assert work.head is not None
+            ((block_s, blocks, _),) = work.attention
+            line = self._decode_lines[num_seqs, sms] = (
+                self._row_solo(work.dense, sms) + work.attention_fixed_s, -(-blocks // sms) * block_s / self._rate[sms],
+                self._query_bytes * num_seqs, self._inverse_bandwidth[sms], work.fixed_s, self._row_solo(work.head, sms))
+        rest_s, compute_s, query_bytes, inverse, fixed_s, head_s = line
+        memory_s = (query_bytes + self._context_bytes * context_tokens) / self._decode_bytes_per_s * inverse
+        return (rest_s + (compute_s if compute_s > memory_s else memory_s)) * self._num_layers + fixed_s + head_s
 
     def _row_solo(self, row: _Row, sms: int) -> float:
         seconds = row.seconds(sms, self._rate[sms], self._inverse_bandwidth[sms])

@@ -108,6 +108,7 @@ class Recalibration:
     """
 
     BUCKETS = 8
+    MEAN = BUCKETS + 1
 
     def __init__(self, splits: SplitTable, *, enabled: bool = True, weight: float = 0.1) -> None:
         self.enabled = enabled
@@ -115,13 +116,14 @@ class Recalibration:
         self.num_sms = splits.num_sms
         own = {PREFILL: np.append(splits.prefill_sms, splits.num_sms),
                DECODE: np.append(splits.decode_sms, splits.num_sms)}
-        #: Bucket of each split, and of the whole device last.
-        self.bucket_of = {phase: [self.bucket(int(s)) for s in sms] for phase, sms in own.items()}
+        self._buckets = {phase: [self.bucket(int(s)) for s in sms] for phase, sms in own.items()}
+        #: Where each split, and the whole device last, finds its correction: its bucket's, until that is observed the mean.
+        self.bucket_of = {phase: [self.MEAN] * len(buckets) for phase, buckets in self._buckets.items()}
         self._log: dict[str, list[float | None]] = {p: [None] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
         self._mean = {PREFILL: 0.0, DECODE: 0.0}
-        #: Correction of each bucket: read one at a time far more often than over all splits.
-        self.factor = {p: [1.0] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
-        self._unseen = {p: list(range(self.BUCKETS + 1)) for p in (PREFILL, DECODE)}
+        #: Corrections: read one at a time far more often than over all splits.
+        self.factor = {p: [1.0] * (self.MEAN + 1) for p in (PREFILL, DECODE)}
+        self._unseen = dict.fromkeys((PREFILL, DECODE), self.BUCKETS + 1)
         self._arrays: dict[str, Array | None] = {PREFILL: None, DECODE: None}
 
     def over_splits(self, phase: str) -> Array:
@@ -145,17 +147,17 @@ class Recalibration:
         before = logs[bucket]
         after = (mean if before is None else before) + weight * math.log(elapsed_s / predicted_s)
         logs[bucket] = after
-        self._mean[phase] = mean + weight * (after - mean)
+        mean += weight * (after - mean)
+        self._mean[phase] = mean
         factor = self.factor[phase]
         factor[bucket] = math.exp(after)
         self._arrays[phase] = None
-        unseen = self._unseen[phase]
-        if unseen:
-            if bucket in unseen:
-                unseen.remove(bucket)
-            borrowed = math.exp(self._mean[phase])
-            for other in unseen:
-                factor[other] = borrowed
+        if before is None:
+            self._unseen[phase] -= 1
+            self.bucket_of[phase][:] = [bucket if own == bucket else found for own, found in
+                                        zip(self._buckets[phase], self.bucket_of[phase], strict=True)]
+        if self._unseen[phase]:
+            factor[self.MEAN] = math.exp(mean)
 
 
 # ---------------------------------------------------------------------------------------- published form

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -84,13 +84,14 @@ class _Lane:
     Its own decisions it sees at once, the other lane's after a delay.
     """
 
-    __slots__ = ("decode_published", "last_sms", "name", "noise", "pending", "prefill_published", "step_type", "target",
+    __slots__ = ("decode_published", "last_sms", "name", "noise", "other", "pending", "prefill_published", "step_type", "target",
                  "wait_until_s", "written")
 
     def __init__(self, name: str, target: Partition, noise: _Noise | None) -> None:
         self.name = name
         self.step_type = {PREFILL: PrefillStep, DECODE: DecodeStep, HYBRID: HybridStep}[name]
         self.noise = noise
+        self.other = self  # of two, the other one
         self.last_sms = 0
         self.wait_until_s = INFINITY
         self.target = target
@@ -149,6 +150,8 @@ class Simulation:
         std = config.device.noise_std
         self.lanes = [_Lane(name, self.state.target, _Noise(std, config.seed, name) if std else None) for name in names]
         self.two_lanes = len(names) == 2
+        if self.two_lanes:
+            self.lanes[0].other, self.lanes[1].other = self.lanes[1], self.lanes[0]
         # Plain lists: indexing them is several times faster than indexing arrays.
         self.arrivals: list[float] = workload.arrival_s.tolist()
         self.next_arrival_s = self.arrivals[0] if self.arrivals else INFINITY
@@ -170,6 +173,7 @@ class Simulation:
         self.legal_sms = {int(sms) for sms in (*splits.prefill_sms, *splits.decode_sms)}
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
         self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
+        self._begin = self._begin_two if self.two_lanes else self._begin_one
         self._launch = self._launch_guarded if self.custom else self._begin
         self.split_changes = 0
         self.steps_ended = 0
@@ -315,9 +319,9 @@ class Simulation:
             state.target = lane.target
             state.prefill_published = lane.prefill_published
             state.decode_published = lane.decode_published
-        started = time.perf_counter()
+        started = perf_counter()
         decision: Decision = self.policy.next_step(lane.name, state, now)
-        self.decision_wall_s += time.perf_counter() - started
+        self.decision_wall_s += perf_counter() - started
         self.decisions += 1
         if self.record is not None:
             self.record("next_step", (lane.name, state, now, decision))
@@ -342,13 +346,19 @@ class Simulation:
         return decision
 
     def _publish(self, lane: _Lane, published: Published | None, target: Partition | None, now: float) -> None:
+        """Its own decision a lane sees at once, and being the last it wins."""
         number = self.decisions
-        if target is not None and target != lane.target:
-            self.split_changes += 1
-        lane.write(number, lane.name, published, target)
-        prefill, decode = self.lanes
-        other = decode if lane is prefill else prefill
-        other.pending.append((now + self.delay_s, number, lane.name, published, target))
+        if target is not None:
+            if target != lane.target:
+                self.split_changes += 1
+                lane.target = target
+            lane.written = number
+        if published is not None:
+            if lane.name == PREFILL:
+                lane.prefill_published = published
+            else:
+                lane.decode_published = published
+        lane.other.pending.append((now + self.delay_s, number, lane.name, published, target))
 
     def _launch_guarded(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         """For a user's policy: what its step breaks is its mistake, told in one line."""
@@ -362,41 +372,43 @@ class Simulation:
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
                               f"{type(exc).__name__}: {exc}") from exc
 
-    def _begin(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
+    def _check_sms(self, sms: int) -> None:
+        if not 0 < sms <= self.gpu.num_sms:
+            raise NoProgressError(f"policy {self.config.policy.name!r} asked for {sms} SMs: the device has 1 to "
+                                  f"{self.gpu.num_sms}")
+
+    def _make_room(self, victims: tuple[int, ...], now: float) -> None:
+        self._integrate_queue(now)
+        for victim in victims:
+            self._forget(victim)
+
+    def _extra_s(self, lane: _Lane, sms: int) -> float:
+        """What it costs to come to these SMs from the lane's last."""
+        last, lane.last_sms = lane.last_sms, sms
+        return self.reconfigure_s if last and last != sms else 0.0
+
+    def _begin_two(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         state, gpu = self.state, self.gpu
-        if not 0 < step.sms <= gpu.num_sms:
-            raise NoProgressError(f"policy {self.config.policy.name!r} asked for {step.sms} SMs: the device has 1 to "
-                                  f"{gpu.num_sms}")
+        sms = step.sms
+        self._check_sms(sms)
         if step.preempt:
-            self._integrate_queue(now)
-            for victim in step.preempt:
-                self._forget(victim)
+            self._make_room(step.preempt, now)
         queue_length = len(state.queue.requests)
         prefill_tokens = seqs = context = first_layer = 0
         layers = state.num_layers
-        if lane.name == DECODE:
-            assert isinstance(step, DecodeStep)
+        if isinstance(step, DecodeStep):
             self.merged = state.begin_decode(step, now)
             for request in self.merged:
                 self._expect_end(request)
             seqs, context = state.decode.size, state.decode.context_tokens
             work = self.device.decode_work(seqs, context)
-        elif lane.name == PREFILL:
+        else:
             assert isinstance(step, PrefillStep)
             work = self._begin_prefill(step, now)
             batch = state.prefill
             assert batch is not None
             prefill_tokens, first_layer, layers = batch.total_tokens, batch.layers_done, step.layers
-        else:
-            assert isinstance(step, HybridStep)
-            work, prefill_tokens = self._begin_hybrid(step, now)
-            if step.decode:
-                seqs, context = state.decode.size, state.decode.context_tokens
-        extra_s = 0.0
-        if step.sms != lane.last_sms:
-            if lane.last_sms:
-                extra_s = self.reconfigure_s
-            lane.last_sms = step.sms
+        extra_s = 0.0 if sms == lane.last_sms else self._extra_s(lane, sms)
         self.waits_since_launch = 0
         kv = state.kv
         target_p, target_d = step.target or state.target
@@ -405,10 +417,51 @@ class Simulation:
                          target_p, target_d))
         if lane.name == DECODE:
             gpu.decode = flight
-        elif lane.name == PREFILL:
-            gpu.prefill = flight
         else:
-            gpu.launch_hybrid(flight)
+            gpu.prefill = flight
+
+    def _begin_one(self, lane: _Lane, step: Any, now: float) -> None:
+        state, device = self.state, self.device
+        sms = step.sms
+        self._check_sms(sms)
+        if step.preempt:
+            self._make_room(step.preempt, now)
+        queue_length = len(state.queue.requests)
+        tokens = seqs = context = 0
+        work = None
+        if step.chunks:
+            self._integrate_queue(now)
+        requests = state.begin_hybrid(step, now)
+        if step.decode:
+            decode = state.decode
+            seqs, context = decode.size, decode.context_tokens
+        if requests:
+            work, tokens = self._hybrid_work(requests, step, seqs, context, now)
+            seconds = device.solo_seconds(work, sms)
+        else:
+            seconds = device.decode_seconds(seqs, context, sms)
+        extra_s = 0.0 if sms == lane.last_sms else self._extra_s(lane, sms)
+        self.waits_since_launch = 0
+        kv = state.kv
+        target_p, target_d = step.target or state.target
+        self.gpu.launch_hybrid(
+            Flight(step, work, now, extra_s, 1.0 if lane.noise is None else lane.noise.next(),
+                   (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks,
+                    target_p, target_d)), seconds)
+
+    def _hybrid_work(self, requests: list[Request], step: HybridStep, seqs: int, context: int,
+                     now: float) -> tuple[StepWork, int]:
+        """The work of a batch with chunks, and their tokens."""
+        pieces: list[tuple[int, int]] = []
+        tokens, logits = 0, seqs
+        for request, (_, new, past) in zip(requests, step.chunks, strict=True):
+            if past == 0:
+                self.wait_sum_s += now - request.queued_s
+            if new + past == request.prompt_tokens + request.generated:
+                logits += 1
+            tokens += new
+            pieces.append((new, past))
+        return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits), tokens
 
     def _begin_prefill(self, step: PrefillStep, now: float) -> StepWork:
         state = self.state
@@ -427,26 +480,6 @@ class Simulation:
             work = self.works[key] = self.device.prefill_work([(t, 0) for t in batch.tokens], step.layers,
                                                               logits_seqs=len(batch.tokens) if last else 0)
         return work
-
-    def _begin_hybrid(self, step: HybridStep, now: float) -> tuple[StepWork, int]:
-        """The step's work, and its prefill tokens."""
-        state = self.state
-        if step.chunks:
-            self._integrate_queue(now)
-        requests = state.begin_hybrid(step, now)
-        seqs, context = (state.decode.size, state.decode.context_tokens) if step.decode else (0, 0)
-        if not requests:
-            return self.device.decode_work(seqs, context), 0
-        pieces: list[tuple[int, int]] = []
-        tokens, logits = 0, seqs
-        for request, (_, new, past) in zip(requests, step.chunks, strict=True):
-            if past == 0:
-                self.wait_sum_s += now - request.queued_s
-            if new + past == request.prompt_tokens + request.generated:
-                logits += 1
-            tokens += new
-            pieces.append((new, past))
-        return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits), tokens
 
     # ---- finishing -------------------------------------------------------------------------------
 
@@ -502,15 +535,15 @@ class Simulation:
 
     def _emit_iteration(self, now: float) -> None:
         """Gaps between tokens: one value for all that were in the iteration before, one for each newcomer."""
-        merged, seqs = self.merged, self.state.decode.size
-        staying = seqs - len(merged)
+        merged = self.merged
+        staying = self.state.decode.size - len(merged)
         if staying:
             self.itl_s.append(now - self.last_iteration_s)
             self.itl_counts.append(staying)
-        for request in merged:
-            self.itl_s.append(now - self.emitted_s[request.id])
-            self.itl_counts.append(1)
         if merged:
+            for request in merged:
+                self.itl_s.append(now - self.emitted_s[request.id])
+                self.itl_counts.append(1)
             self.merged = []
         self.last_iteration_s = now
         self.preemptions_since_token = 0

@@ -12,22 +12,25 @@ Several boundaries at one instant are settled once, after the last launch.
 
 from __future__ import annotations
 
-from bullet.device import DeviceModel, StepWork
+from typing import Any
+
+from bullet.device import DeviceModel
 from bullet.state import Step
 
 INFINITY = float("inf")
 
 
 class Flight:
-    """One step on the device. ``extra_s`` (reconfiguration) is spent whatever runs beside it.
+    """One step on the device. ``work``: as the device's own methods made it.
 
-    ``factor``: noise, multiplies every duration of this step. ``row``: what its row in steps.parquet says of its launch.
+    ``extra_s`` (reconfiguration) is spent whatever runs beside it; ``factor``, noise, multiplies every duration of this step;
+    ``row`` is what its row in steps.parquet says of its launch.
     """
 
     __slots__ = ("corun_s", "corun_sms", "duration_s", "end_s", "extra_s", "factor", "left", "row", "since_s", "sms",
                  "start_s", "step", "work")
 
-    def __init__(self, step: Step, work: StepWork, start_s: float, extra_s: float, factor: float,
+    def __init__(self, step: Step, work: Any, start_s: float, extra_s: float, factor: float,
                  row: tuple[int, ...]) -> None:
         self.step = step
         self.work = work
@@ -64,15 +67,22 @@ class SimulatedGpu:
         self.prefill: Flight | None = None
         self.decode: Flight | None = None
         self.hybrid: Flight | None = None
-        self.prefill_only = self.decode_only = self.hybrid_only = self.shared = self.idle = 0.0
+        self._held_s: dict[tuple[int, int, int], float] = {}  # seconds, by the SMs that prefill, decode, hybrid held
         self._accounted_s = -1.0
         self._timed: tuple[Flight | None, Flight | None] = (None, None)
 
     @property
     def sm_seconds(self) -> dict[str, float]:
         """SM-seconds so far."""
-        return {"prefill_only": self.prefill_only, "decode_only": self.decode_only, "hybrid": self.hybrid_only,
-                "shared": self.shared, "idle": self.idle}
+        books = {"prefill_only": 0.0, "decode_only": 0.0, "hybrid": 0.0, "shared": 0.0, "idle": 0.0}
+        for (p, d, hybrid), span in self._held_s.items():
+            shared = max(0, p + d - self.num_sms)
+            books["prefill_only"] += (p - shared) * span
+            books["decode_only"] += (d - shared) * span
+            books["hybrid"] += hybrid * span
+            books["shared"] += shared * span
+            books["idle"] += (self.num_sms - (p + d - shared) - hybrid) * span
+        return books
 
     def settle(self, now_s: float) -> float:
         """Time anew what changed its co-runner; returns when the next step ends, infinity if nothing runs."""
@@ -95,39 +105,29 @@ class SimulatedGpu:
         end_s = INFINITY if a is None else a.end_s
         return end_s if b is None or end_s < b.end_s else b.end_s
 
-    def launch_hybrid(self, flight: Flight) -> None:
+    def launch_hybrid(self, flight: Flight, seconds: float) -> None:
         """The one lane of a lock-step system has no co-runner: its end is known at once."""
-        flight.retime(flight.start_s, self.device.solo_seconds(flight.work, flight.sms))
+        flight.end_s = flight.start_s + (seconds * flight.factor + flight.extra_s)
         self.hybrid = flight
 
     def account(self, now_s: float) -> None:
-        """Book the SM-seconds since the last call: to be called before flights change."""
-        last = self._accounted_s
-        if last == now_s:
+        """Book the time since the last call: to be called before flights change."""
+        span = now_s - self._accounted_s
+        if span == 0.0:
             return
-        self._accounted_s = now_s
-        if last < 0.0:
+        first, self._accounted_s = self._accounted_s < 0.0, now_s
+        if first:
             return
-        span = now_s - last
-        if self.hybrid is not None:
-            self.hybrid_only += self.hybrid.sms * span
-            self.idle += (self.num_sms - self.hybrid.sms) * span
-            return
-        a, b = self.prefill, self.decode
-        p = d = 0
-        if a is not None:
-            p = a.sms
-            if b is not None:
-                a.corun_s += span
-                b.corun_s += span
-        if b is not None:
-            d = b.sms
-        shared = p + d - self.num_sms
-        if shared > 0:
-            self.shared += shared * span
-            p -= shared
-            d -= shared
+        hybrid, a, b = self.hybrid, self.prefill, self.decode
+        if hybrid is not None:
+            key = (0, 0, hybrid.sms)
+        elif a is None:
+            key = (0, 0 if b is None else b.sms, 0)
+        elif b is None:
+            key = (a.sms, 0, 0)
         else:
-            self.idle -= shared * span
-        self.prefill_only += p * span
-        self.decode_only += d * span
+            a.corun_s += span
+            b.corun_s += span
+            key = (a.sms, b.sms, 0)
+        held = self._held_s
+        held[key] = held.get(key, 0.0) + span

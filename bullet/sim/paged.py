@@ -81,7 +81,7 @@ class PagedSimulation(Simulation):
         flight = gpu.hybrid
         self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
 
-    def _begin(self, lane: Any, step: Any, now: float) -> None:
+    def _begin_one(self, lane: Any, step: Any, now: float) -> None:
         """Carry out a decision on queues and blocks; run it now, or after the step that runs."""
         state = self.state
         assert isinstance(step, HybridStep), step
@@ -113,7 +113,8 @@ class PagedSimulation(Simulation):
     def _start(self, ticket: Ticket, now: float) -> None:
         self.served = ticket.served
         noise = self.lanes[0].noise
-        self.gpu.launch_hybrid(Flight(ticket.step, ticket.work, now, 0.0, 1.0 if noise is None else noise.next(), ticket.row))
+        flight = Flight(ticket.step, ticket.work, now, 0.0, 1.0 if noise is None else noise.next(), ticket.row)
+        self.gpu.launch_hybrid(flight, self.device.solo_seconds(ticket.work, ticket.step.sms))
 
     def _deliver(self, now: float) -> None:
         """The step's tokens reach their requests, also those that were preempted while it ran."""
