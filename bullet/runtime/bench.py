@@ -23,7 +23,7 @@ from bullet.errors import ProfileError
 from bullet.kernels import timing
 from bullet.perf import SampledState, sample_device
 from bullet.runtime.partition import Lane, Pair, PartitionTable, Split
-from bullet.runtime.plan import PAGED, Point, Shape, flops_and_bytes
+from bullet.runtime.plan import ENGINE_LAYERS, PAGED, Point, Shape, flops_and_bytes
 
 CPU_NAME = "CPU, no partition"
 
@@ -128,7 +128,7 @@ class CpuBench:
         try:
             import torch
 
-            from bullet.kernels import reference
+            from bullet.runtime import engine_bench
         except ImportError as exc:
             raise ProfileError(f"torch is not installed ({exc}): --device cpu needs it; "
                                "--device simulated does not") from None
@@ -142,8 +142,9 @@ class CpuBench:
         self._min_replay_s = min_replay_s
         self._clock = clock
         # Rotation past a last-level cache of 32 MiB; on a CPU nothing rests on it.
-        self._shop = reference.Workloads(model, torch.device("cpu"), torch.float32, l2_bytes=32 << 20,
-                                         limit_bytes=limit_bytes // 8, seed=seed)
+        self._engine = engine_bench.available(model)
+        self._shop = engine_bench.EngineWorkloads(model, torch.device("cpu"), torch.float32, l2_bytes=32 << 20,
+                                                  limit_bytes=limit_bytes // 8, seed=seed)
         self._built: dict[tuple[Shape, str], Any] = {}
         self._repeats: dict[tuple[Shape, str, int], int] = {}
         # One thread cannot be split: both lanes then name the same one, which alternation permits.
@@ -153,8 +154,9 @@ class CpuBench:
             for i, s in enumerate(splits)])
 
     def allowed(self, point: Point) -> bool:
-        """Triton kernels run on a GPU only."""
-        return PAGED not in (point.shape.op, point.other and point.other.op)
+        """Triton kernels run on a GPU only; the engine's layers need its packages."""
+        ops = (point.shape.op, point.other and point.other.op)
+        return PAGED not in ops and (self._engine or not set(ENGINE_LAYERS).intersection(ops))
 
     def measure(self, point: Point) -> list[Measurement]:
         if point.kind == "solo":

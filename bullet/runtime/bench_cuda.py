@@ -56,7 +56,7 @@ from bullet.runtime.partition import (
     software_table,
     unpartitioned_table,
 )
-from bullet.runtime.plan import PAGED, Point, Rates, Shape, choose_splits, flops_and_bytes
+from bullet.runtime.plan import ENGINE_LAYERS, PAGED, Point, Rates, Shape, choose_splits, flops_and_bytes
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,10 @@ class CudaBench:
         """The software backend bounds no torch operation; controls other than memory, and our own kernel, need triton."""
         if self.backend in ("none", "software") and point.split is not None:
             return False
-        triton = point.control == "alu_spin" or PAGED in (point.shape.op, point.other and point.other.op)
+        ops = {point.shape.op, point.other and point.other.op}
+        if self.model.num_experts and ops.intersection(ENGINE_LAYERS):
+            return False
+        triton = point.control == "alu_spin" or ops.intersection((PAGED, *ENGINE_LAYERS))
         return not (self._kernels is None and triton)
 
     def measure(self, point: Point) -> list[Measurement]:
@@ -796,7 +799,7 @@ def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: I
     try:
         import torch
 
-        from bullet.kernels import reference
+        from bullet.runtime import engine_bench
     except (ImportError, OSError) as exc:  # OSError: one of its libraries is missing
         raise ProfileError(f"torch is not installed ({_one_line(exc)}): --device cuda needs it; --device simulated does "
                            "not") from None
@@ -827,7 +830,8 @@ def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: I
     except (ImportError, OSError):
         kernels = None
     triton_version = getattr(importlib.import_module("triton"), "__version__", None) if kernels else None
-    shop = reference.Workloads(model, device, dtype, l2_bytes=props.l2_bytes, limit_bytes=max(1 << 28, free // 32), seed=seed)
+    shop = engine_bench.EngineWorkloads(model, device, dtype, l2_bytes=props.l2_bytes,
+                                        limit_bytes=max(1 << 28, free // 32), seed=seed)
     reader.forget()  # we are on the card now: what it says of processes has changed
     table, core_splits = choose_table(backend, props, core, extra, cuda, asked, flags=flags)
     try:

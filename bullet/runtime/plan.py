@@ -28,8 +28,11 @@ ANCHOR_EVERY = 20
 GEMMS = ("gemm_qkv", "gemm_o", "gemm_gate_up", "gemm_down", "gemm_lm_head")
 PAGED = "paged_decode_attention"
 """The project's own Triton kernel, which bounds its own grid; ``decode_attention`` is torch's."""
-OPS = (*GEMMS, "prefill_attention", "decode_attention", PAGED, "norm", "copy", "prefill_layer", "decode_layer")
-_PHASE = {PAGED: "decode", "prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode",
+ENGINE_LAYERS = ("engine_prefill_layer", "engine_decode_layer")
+"""A layer as the project's engine runs it: paged cache, fused kernels; ``prefill_layer``, ``decode_layer`` are torch's."""
+OPS = (*GEMMS, "prefill_attention", "decode_attention", PAGED, "norm", "copy", "prefill_layer", "decode_layer", *ENGINE_LAYERS)
+_PHASE = {ENGINE_LAYERS[0]: "prefill", ENGINE_LAYERS[1]: "decode",
+          PAGED: "decode", "prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode",
           "decode_layer": "decode"}
 
 
@@ -72,9 +75,9 @@ def kernels_of(model: ModelSpec, shape: Shape) -> list[work.KernelWork]:
         return [work.prefill_attention(model, pieces)]
     if shape.op in ("decode_attention", PAGED):
         return [work.decode_attention(model, shape.batch, shape.batch * shape.context_tokens)]
-    if shape.op == "prefill_layer":
+    if shape.op in ("prefill_layer", ENGINE_LAYERS[0]):
         return work.layer_kernels(model, pieces, 0, 0)
-    if shape.op == "decode_layer":
+    if shape.op in ("decode_layer", ENGINE_LAYERS[1]):
         return work.layer_kernels(model, [], shape.batch, shape.batch * shape.context_tokens)
     if shape.op == "gemm_lm_head":
         return [work.gemm("lm_head", shape.tokens, model.vocab_size, model.hidden_size, model.dtype_bytes)]
@@ -227,7 +230,8 @@ def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: t
                             *(decode("decode_layer", batches[1], c) for c in extra_contexts)),
         sm_axis=(*(Shape(op, tokens) for op in GEMMS[:-1]), Shape("gemm_lm_head", batch), Shape("gemm_gate_up", batch),
                  prefill("prefill_attention", tokens), decode("decode_attention", batch, context),
-                 paged, Shape("norm", tokens), Shape("copy", copy_tokens)),
+                 paged, Shape("norm", tokens), Shape("copy", copy_tokens), prefill(ENGINE_LAYERS[0], tokens),
+                 decode(ENGINE_LAYERS[1], batch, context)),
         shapes=tuple(dict.fromkeys(shapes)))
 
 

@@ -6,11 +6,15 @@ A layer of prefill takes 1 ms and an iteration 2 ms; the model has 4 layers. No 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_engine import FakeClock, replay, tables, times
 
+import bullet
 from bullet import metrics
 from bullet.errors import ConfigError, EngineError, NoProgressError
 from bullet.state import DECODE, HYBRID, PREFILL, Chunk, DecodeStep, HybridStep, PrefillStep, Wait
@@ -255,3 +259,17 @@ def test_reports_and_plots_of_the_simulator_work_on_a_real_run(tmp_path):
     assert "measured on FAKE" in page
     assert "simulated" not in page.split("</p>")[0]
     assert (tmp_path / "trace.json").stat().st_size > 0
+
+
+def test_the_loop_needs_no_torch_and_never_the_simulator():
+    code = ("import sys; import bullet.runtime.driver, bullet.runtime.record, bullet.runtime.measured, bullet.run_cli; "
+            "print([m for m in ('torch', 'triton', 'simpy', 'matplotlib', 'bullet.sim') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_nothing_in_runtime_imports_the_simulator():
+    for path in (Path(bullet.__file__).parent / "runtime").glob("*.py"):
+        text = path.read_text()
+        assert "bullet.sim" not in text, path.name
+        assert "import simpy" not in text, path.name
