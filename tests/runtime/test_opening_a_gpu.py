@@ -15,8 +15,7 @@ from stub_driver import CUresult, StubDriver  # noqa: E402
 
 from bullet import profile_cli  # noqa: E402
 from bullet.config import get_model  # noqa: E402
-from bullet.kernels import reference  # noqa: E402
-from bullet.runtime import bench_cuda  # noqa: E402
+from bullet.runtime import bench_cuda, engine_bench  # noqa: E402
 from bullet.runtime.partition import Driver  # noqa: E402
 from bullet.runtime.plan import Rates, decode, prefill  # noqa: E402
 from bullet.tables import read_journal  # noqa: E402
@@ -56,7 +55,7 @@ def machine(monkeypatch, planned_points_only):
             return zeros(*shape, **rest)
 
         monkeypatch.setattr(torch, "zeros", on_the_cpu)
-        monkeypatch.setattr(reference, "Workloads", lambda model, device, dtype, **sizes: FakeShop(cuda, model, RATES))
+        monkeypatch.setattr(engine_bench, "EngineWorkloads", lambda model, device, dtype, **sizes: FakeShop(cuda, model, RATES))
         monkeypatch.setitem(sys.modules, "bullet.kernels.probe", FakeKernels(cuda))
         monkeypatch.setattr(Driver, "load", classmethod(lambda cls: Driver(driver)))
         answers = {"--query-compute-apps=pid,process_name": processes, "--query-gpu=driver_version": "580.1"}
@@ -215,3 +214,103 @@ def test_shapes_of_the_default_model_fit():
     fits = bench_cuda.fits_in(get_model("llama-3.1-8b"), 2, 130 << 30)
     assert fits(prefill("prefill_layer", 8192))
     assert fits(decode("decode_layer", 256, 4096))
+
+
+# ------------------------------------------------------------------------------------------ bullet-run
+
+
+class StandInEngine:
+    """Takes what an engine takes and remembers it; ``fail``: raised by ``capture``."""
+
+    fail = None
+
+    def __init__(self, arch, weights, ops, *, kv_blocks, max_tokens, device):
+        self.arch, self.ops, self.kv_blocks, self.max_tokens, self.device = arch, ops, kv_blocks, max_tokens, device
+        self.lanes, self.closed = [], False
+        StandInEngine.last = self
+
+    def capture(self, lanes):
+        if self.fail is not None:
+            raise self.fail
+        self.lanes = list(lanes)
+        return len(self.lanes)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def serving(machine, monkeypatch):
+    """A faked GPU machine for ``open_machine``, which then needs no memory of it."""
+    from bullet.runtime import engine
+    from bullet.runtime import machine as machines
+
+    def start(fail=None, **options):
+        monkeypatch.setattr(machines, "_weights", lambda *args: None)
+        monkeypatch.setattr(engine, "Engine", type("Engine", (StandInEngine,), {"fail": fail}))
+        return machine(**options), machines.open_machine
+    return start
+
+
+def tiny_config(**overrides):
+    from bullet.config import load_run_config
+
+    return load_run_config(None, {"device.model": "tiny", **overrides})
+
+
+def test_a_real_run_gets_a_lane_for_each_split_and_leaves_nothing(serving):
+    gpu, open_machine = serving()
+    with open_machine("cuda", tiny_config(), 1024) as opened:
+        found, engine = opened.machine, StandInEngine.last
+        assert found.name == "NVIDIA H200"
+        assert found.partition == f"green contexts, {len(opened.pairs)} of {len(opened.pairs)} splits proven by %smid"
+        assert found.splits.num_sms == opened.gpu.num_sms == 132
+        assert found.splits.decode_sms.tolist() == sorted(d for _, d in opened.pairs)
+        for p, d in opened.pairs:
+            assert (found.lane("prefill", p).sms, found.lane("decode", d).sms) == (p, d)
+        whole = found.lane("prefill", 132)
+        assert whole.sms == 132
+        assert whole.stream is not found.lane("decode", 132).stream
+        assert found.lane("hybrid", 132) is found.lane("decode", 132)
+        assert [lane.sms for lane in engine.lanes] == [*(d for _, d in opened.pairs), 132]
+        assert not found.turns
+        assert engine.arch.dtype == torch.bfloat16
+        # 100 GiB free less 4 reserved, 16 tokens of 2 (K, V) x 4 layers x 2 heads x 64 x 2 bytes a block.
+        assert found.kv_blocks == engine.kv_blocks == (96 << 30) // (16 * 2 * 4 * 2 * 64 * 2)
+    assert engine.closed
+    assert nothing_left(gpu)
+
+
+def test_a_real_run_without_green_contexts_goes_on_and_says_no_partition(serving):
+    gpu, open_machine = serving(stub={"version": 12020})
+    with open_machine("cuda", tiny_config(), 1024) as opened:
+        assert opened.machine.partition.startswith("no partition: driver supports CUDA 12.2")
+        assert opened.pairs == ()
+        assert opened.machine.lane("prefill", 40).sms == 132
+    assert nothing_left(gpu)
+
+
+@pytest.mark.parametrize("where", ["capture", "run", "interrupt"])
+def test_whatever_ends_a_real_run_contexts_are_destroyed(serving, where):
+    from bullet.errors import EngineError
+
+    error = KeyboardInterrupt() if where == "interrupt" else EngineError("decode: the GPU failed")
+    gpu, open_machine = serving(fail=error if where == "capture" else None)
+
+    def use():
+        with open_machine("cuda", tiny_config(), 1024):
+            raise error
+
+    with pytest.raises(type(error)):
+        use()
+    assert StandInEngine.last.closed
+    assert nothing_left(gpu)
+
+
+def test_too_little_memory_for_one_sequence(serving):
+    from bullet.errors import EngineError
+
+    gpu, open_machine = serving(free_bytes=(4 << 30) + (1 << 20))
+    with pytest.raises(EngineError, match="one sequence of 4096 tokens needs 256"), open_machine("cuda", tiny_config(), 4096):
+        pass
+    assert nothing_left(gpu)
