@@ -434,7 +434,9 @@ class DeviceModel:
         """``solo_seconds(decode_work(num_seqs, context_tokens), sms)`` to the last bit: linear in the context."""
         line = self._decode_lines.get((num_seqs, sms)) if self.cache else None
         if line is None:
-            work = self.decode_work(num_seqs, context_tokens)
+            work: Any = self.decode_work(num_seqs, context_tokens)
+            if type(work) is not StepWork:  # a device that prices steps in its own way
+                return self.solo_seconds(work, sms)
             assert work.head is not None
             ((block_s, blocks, _),) = work.attention
             line = self._decode_lines[num_seqs, sms] = (

@@ -106,10 +106,6 @@ class TableDevice(DeviceModel):
         """A whole iteration; ``context_tokens`` as everywhere includes the new tokens."""
         return self.hybrid_work((), num_seqs, context_tokens, logits_seqs=num_seqs)
 
-    def decode_seconds(self, num_seqs: int, context_tokens: int, sms: int) -> float:
-        """As everywhere."""
-        return self.solo_seconds(self.decode_work(num_seqs, context_tokens), sms)
-
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
                     logits_seqs: int, layers: int | None = None) -> Any:
         """One lock-step batch, all layers unless said. A piece of one token is, to the kernel, a decode."""

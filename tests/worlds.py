@@ -66,9 +66,6 @@ class FixedDevice(DeviceModel):
     def solo_seconds(self, work: Any, sms: int) -> float:
         return self.solo(work[0], work[1], sms) * work[2]
 
-    def decode_seconds(self, num_seqs: int, context_tokens: int, sms: int) -> float:
-        return self.solo_seconds(self.decode_work(num_seqs, context_tokens), sms)
-
     def corun_seconds(self, prefill: Any, p: int, decode: Any, d: int) -> tuple[float, float]:
         return self.solo_seconds(prefill, p) * self.slowdown[0], self.solo_seconds(decode, d) * self.slowdown[1]
 
