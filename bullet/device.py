@@ -245,6 +245,7 @@ class DeviceModel:
         self._decode_seq_s = c.decode_attention_seq_s
         self._host_gap_s = c.host_gap_s
         self._num_layers = model.num_layers
+        self._inverse_effective: dict[float, float] = {}
         self._decode_lines: dict[tuple[int, int], tuple[float, float, float, float, float, float]] = {}
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
         self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
@@ -430,6 +431,13 @@ class DeviceModel:
         work.solo_sms, work.solo_s = sms, seconds
         return seconds
 
+    def _inverse_of(self, effective_sms: float) -> float:
+        """1 / share of bandwidth on a number of SMs that sharing makes a fraction: few of them occur."""
+        inverse = self._inverse_effective.get(effective_sms)
+        if inverse is None:
+            inverse = self._inverse_effective[effective_sms] = 1 / self._bandwidth_share(effective_sms)
+        return inverse
+
     def decode_seconds(self, num_seqs: int, context_tokens: int, sms: int) -> float:
         """``solo_seconds(decode_work(num_seqs, context_tokens), sms)`` to the last bit: linear in the context."""
         line = self._decode_lines.get((num_seqs, sms)) if self.cache else None
@@ -488,7 +496,7 @@ class DeviceModel:
             d_effective = d - self.shared_prefill_share * shared
             rate = self._rate[n]
             p_rate, d_rate = rate * p_effective / p, rate * d_effective / d
-            p_inverse, d_inverse = 1 / self._bandwidth_share(p_effective), 1 / self._bandwidth_share(d_effective)
+            p_inverse, d_inverse = self._inverse_of(p_effective), self._inverse_of(d_effective)
             p_solo = self._corun_seconds(prefill, p, p_rate, p_inverse)
             d_solo = self._corun_seconds(decode, d, d_rate, d_inverse)
         else:

@@ -197,16 +197,22 @@ Step = PrefillStep | DecodeStep | HybridStep
 Decision = Step | Wait
 
 
-class InFlight(NamedTuple):
+class InFlight:
     """A step that a lane is executing: it keeps the SMs it was launched with."""
 
-    step: Step
-    start_s: float
+    __slots__ = ("start_s", "step")
+
+    def __init__(self, step: Step, start_s: float) -> None:
+        self.step = step
+        self.start_s = start_s
 
     def remaining_s(self, now_s: float) -> float:
         """Predicted seconds left, 0 if overdue or never predicted."""
         predicted = self.step.predicted_s
-        return 0.0 if predicted is None else max(0.0, self.start_s + predicted - now_s)
+        if predicted is None:
+            return 0.0
+        left = self.start_s + predicted - now_s
+        return left if left > 0.0 else 0.0
 
 
 # -------------------------------------------------------------------------------------------- KV cache
