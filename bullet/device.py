@@ -248,6 +248,9 @@ class DeviceModel:
         self._inverse_effective: dict[float, float] = {}
         self._decode_lines: dict[tuple[int, int], tuple[float, float, float, float, float, float]] = {}
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
+        #: All tiles' rows are multiples of it.
+        self._tile_rows = math.gcd(*(rows for rows, _, _ in c.gemm_tiles))
+        self._tilings_of: dict[tuple[int, int, int], list[tuple[float, int, float]]] = {}
         self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
@@ -379,15 +382,26 @@ class DeviceModel:
         # Mixture of experts: rows are spread over experts, each padded to its own tiles.
         whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
-        for rows, columns, block_s in self._tiles(kernel.k):
-            blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
-            if groups != 1.0:
-                blocks = max(1, round(groups * blocks))
-            compute_s = -(-blocks // self.num_sms) * block_s
+        for block_s, blocks, compute_s in self._tilings(kernel, groups):
             seconds = compute_s if compute_s > moved_s else moved_s
             if seconds < best_s or (seconds == best_s and compute_s < best_compute_s):
                 best, best_s, best_compute_s = (block_s, blocks, moved_s), seconds, compute_s
         return best
+
+    def _tilings(self, kernel: work_model.KernelWork, groups: float) -> list[tuple[float, int, float]]:
+        """Seconds of a block, blocks and seconds of compute with each tile. Rows that fill the same tiles are alike."""
+        key = (kernel.columns, kernel.k, -(-kernel.rows // self._tile_rows))
+        found = self._tilings_of.get(key) if groups == 1.0 else None
+        if found is None:
+            found = []
+            for rows, columns, block_s in self._tiles(kernel.k):
+                blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
+                if groups != 1.0:
+                    blocks = max(1, round(groups * blocks))
+                found.append((block_s, blocks, -(-blocks // self.num_sms) * block_s))
+            if groups == 1.0 and self.cache:
+                self._tilings_of[key] = found
+        return found
 
     def _tiles(self, k: int) -> list[tuple[int, int, float]]:
         """Rows, columns and seconds of a block of each tile, for one inner dimension."""

@@ -578,7 +578,7 @@ class SystemState:
     def finish_decode(self, finished: Iterable[Request]) -> None:
         """Every request of the batch gained a token; the driver says which reached their end."""
         del self.in_flight[DECODE]
-        self._end_iteration(finished)
+        self.end_hybrid_decode(finished)
 
     def begin_hybrid(self, step: HybridStep, now_s: float) -> list[Request]:
         """Admit chunks without a past, take KV blocks for the decodes' tokens, launch; returns each chunk's request."""
@@ -625,7 +625,11 @@ class SystemState:
 
     def end_hybrid_decode(self, finished: Iterable[Request]) -> None:
         """As :meth:`finish_decode`, for the decodes of a hybrid batch."""
-        self._end_iteration(finished)
+        decode, kv = self.decode, self.kv
+        decode.iteration += 1
+        for request in finished:
+            kv.give_back(-(-decode.leave(request) // kv.block_tokens))
+            request.phase = Phase.FINISHED
 
     def join_decode(self, request: Request) -> None:
         """A request whose prompt is complete joins the decode batch between iterations."""
@@ -653,13 +657,6 @@ class SystemState:
         request.computed_tokens = 0
         if request.first_token_s is None:
             request.first_token_s = now_s
-
-    def _end_iteration(self, finished: Iterable[Request]) -> None:
-        decode, kv = self.decode, self.kv
-        decode.iteration += 1
-        for request in finished:
-            kv.give_back(-(-decode.leave(request) // kv.block_tokens))
-            request.phase = Phase.FINISHED
 
     def _preempt(self, victims: tuple[int, ...], now_s: float) -> None:
         """Preemption by recompute: free all KV, forget progress, back to the front of the queue."""

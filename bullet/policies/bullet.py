@@ -139,6 +139,7 @@ class Bullet:
         # Kept for speed: the same values would be computed anew.
         self._limit_key: tuple[int, int, int, int | None] | None = None
         self._due_s = math.inf
+        self._forecast: _DecodeForecast | None = None
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
         self._table = np.empty((256, self.full + 1))  # a row for each prompt length: uncorrected seconds over splits
         self._row_of: dict[int, int] = {}  # prompt length -> row
@@ -360,7 +361,11 @@ class Bullet:
             seqs -= 1
             context -= (next(r.known_tokens for r in state.ready if r.id == request_id) if request is None
                         else state.decode.cached(request) + 1)
-        return _DecodeForecast(self.estimator, seqs, context, prefill_tokens)
+        # What prefill expects of the next iteration while one is in flight, decode asks again when that ends.
+        last = self._forecast
+        if last is None or (last.seqs, last.context_tokens, last.prefill_tokens) != (seqs, context, prefill_tokens):
+            last = self._forecast = _DecodeForecast(self.estimator, seqs, context, prefill_tokens)
+        return last
 
     def _limit(self, state: SystemState, now_s: float) -> float:
         """How long the next decode step may be with P90(tpot) inside its SLO; infinity without decodes.

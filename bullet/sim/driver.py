@@ -26,7 +26,7 @@ from bullet.perf import make_estimator
 from bullet.policies import is_custom, make_policy, needs_estimator
 from bullet.policies.base import Policy, PolicyContext
 from bullet.results import RequestTable, RunOutcome, StepTable
-from bullet.sim.gpu import Flight, SimulatedGpu
+from bullet.sim.gpu import Flight, HybridFlight, SimulatedGpu
 from bullet.state import (
     DECODE,
     HYBRID,
@@ -260,7 +260,7 @@ class Simulation:
     def _boundary_of_one(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
         gpu, state = self.gpu, self.state
-        gpu.account(now)
+        gpu.account_hybrid(now)
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
             gpu.hybrid = None
@@ -372,10 +372,9 @@ class Simulation:
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
                               f"{type(exc).__name__}: {exc}") from exc
 
-    def _check_sms(self, sms: int) -> None:
-        if not 0 < sms <= self.gpu.num_sms:
-            raise NoProgressError(f"policy {self.config.policy.name!r} asked for {sms} SMs: the device has 1 to "
-                                  f"{self.gpu.num_sms}")
+    def _no_such_sms(self, sms: int) -> NoProgressError:
+        return NoProgressError(f"policy {self.config.policy.name!r} asked for {sms} SMs: the device has 1 to "
+                               f"{self.gpu.num_sms}")
 
     def _make_room(self, victims: tuple[int, ...], now: float) -> None:
         self._integrate_queue(now)
@@ -390,7 +389,8 @@ class Simulation:
     def _begin_two(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         state, gpu = self.state, self.gpu
         sms = step.sms
-        self._check_sms(sms)
+        if not 0 < sms <= self.gpu.num_sms:
+            raise self._no_such_sms(sms)
         if step.preempt:
             self._make_room(step.preempt, now)
         queue_length = len(state.queue.requests)
@@ -423,12 +423,12 @@ class Simulation:
     def _begin_one(self, lane: _Lane, step: Any, now: float) -> None:
         state, device = self.state, self.device
         sms = step.sms
-        self._check_sms(sms)
+        if not 0 < sms <= self.gpu.num_sms:
+            raise self._no_such_sms(sms)
         if step.preempt:
             self._make_room(step.preempt, now)
         queue_length = len(state.queue.requests)
         tokens = seqs = context = 0
-        work = None
         if step.chunks:
             self._integrate_queue(now)
         requests = state.begin_hybrid(step, now)
@@ -444,10 +444,11 @@ class Simulation:
         self.waits_since_launch = 0
         kv = state.kv
         target_p, target_d = step.target or state.target
-        self.gpu.launch_hybrid(
-            Flight(step, work, now, extra_s, 1.0 if lane.noise is None else lane.noise.next(),
-                   (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks,
-                    target_p, target_d)), seconds)
+        if lane.noise is not None:
+            seconds *= lane.noise.next()
+        self.gpu.hybrid = HybridFlight(
+            step, now, now + (seconds + extra_s),
+            (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks, target_p, target_d))
 
     def _hybrid_work(self, requests: list[Request], step: HybridStep, seqs: int, context: int,
                      now: float) -> tuple[StepWork, int]:
@@ -483,7 +484,7 @@ class Simulation:
 
     # ---- finishing -------------------------------------------------------------------------------
 
-    def _ended(self, flight: Flight, lane: str, now: float) -> None:
+    def _ended(self, flight: Flight | HybridFlight, lane: str, now: float) -> None:
         """Tell the policy how long a step took, and write its row."""
         step = flight.step
         elapsed = now - flight.start_s

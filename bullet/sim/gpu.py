@@ -58,6 +58,21 @@ class Flight:
         self.end_s = now_s + self.left * duration
 
 
+class HybridFlight:
+    """A step of a lock-step system: it has no co-runner, so its end is known at its launch."""
+
+    __slots__ = ("end_s", "row", "sms", "start_s", "step")
+    corun_s = 0.0
+    corun_sms = 0
+
+    def __init__(self, step: Step, start_s: float, end_s: float, row: tuple[int, ...]) -> None:
+        self.step = step
+        self.sms = step.sms
+        self.start_s = start_s
+        self.end_s = end_s
+        self.row = row
+
+
 class SimulatedGpu:
     """One device (or tensor-parallel group), what each lane has in flight, and the account of its SM-seconds (I5)."""
 
@@ -66,7 +81,7 @@ class SimulatedGpu:
         self.num_sms = device.num_sms
         self.prefill: Flight | None = None
         self.decode: Flight | None = None
-        self.hybrid: Flight | None = None
+        self.hybrid: HybridFlight | None = None
         self._held_s: dict[tuple[int, int, int], float] = {}  # seconds, by the SMs that prefill, decode, hybrid held
         self._accounted_s = -1.0
         self._timed: tuple[Flight | None, Flight | None] = (None, None)
@@ -105,11 +120,6 @@ class SimulatedGpu:
         end_s = INFINITY if a is None else a.end_s
         return end_s if b is None or end_s < b.end_s else b.end_s
 
-    def launch_hybrid(self, flight: Flight, seconds: float) -> None:
-        """The one lane of a lock-step system has no co-runner: its end is known at once."""
-        flight.end_s = flight.start_s + (seconds * flight.factor + flight.extra_s)
-        self.hybrid = flight
-
     def account(self, now_s: float) -> None:
         """Book the time since the last call: to be called before flights change."""
         span = now_s - self._accounted_s
@@ -118,10 +128,8 @@ class SimulatedGpu:
         first, self._accounted_s = self._accounted_s < 0.0, now_s
         if first:
             return
-        hybrid, a, b = self.hybrid, self.prefill, self.decode
-        if hybrid is not None:
-            key = (0, 0, hybrid.sms)
-        elif a is None:
+        a, b = self.prefill, self.decode
+        if a is None:
             key = (0, 0 if b is None else b.sms, 0)
         elif b is None:
             key = (a.sms, 0, 0)
@@ -131,3 +139,11 @@ class SimulatedGpu:
             key = (a.sms, b.sms, 0)
         held = self._held_s
         held[key] = held.get(key, 0.0) + span
+
+    def account_hybrid(self, now_s: float) -> None:
+        """The same for the one lane of a lock-step system."""
+        span = now_s - self._accounted_s
+        if self._accounted_s >= 0.0 and span:
+            key = (0, 0, 0 if self.hybrid is None else self.hybrid.sms)
+            self._held_s[key] = self._held_s.get(key, 0.0) + span
+        self._accounted_s = now_s

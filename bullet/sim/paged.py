@@ -23,7 +23,7 @@ from bullet.errors import ConfigError
 from bullet.policies.base import Policy
 from bullet.prefix import PagedState, Paging, PrefixKvCache, check_prefixes
 from bullet.sim.driver import Simulation
-from bullet.sim.gpu import Flight
+from bullet.sim.gpu import HybridFlight
 from bullet.state import HYBRID, HybridStep, Partition, Phase, Request, SplitTable
 from bullet.workload import Workload
 
@@ -61,7 +61,7 @@ class PagedSimulation(Simulation):
     def _boundary_of_one(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
         gpu, state, lane = self.gpu, self.state, self.lanes[0]
-        gpu.account(now)
+        gpu.account_hybrid(now)
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
             gpu.hybrid = None
@@ -113,8 +113,8 @@ class PagedSimulation(Simulation):
     def _start(self, ticket: Ticket, now: float) -> None:
         self.served = ticket.served
         noise = self.lanes[0].noise
-        flight = Flight(ticket.step, ticket.work, now, 0.0, 1.0 if noise is None else noise.next(), ticket.row)
-        self.gpu.launch_hybrid(flight, self.device.solo_seconds(ticket.work, ticket.step.sms))
+        seconds = self.device.solo_seconds(ticket.work, ticket.step.sms) * (1.0 if noise is None else noise.next())
+        self.gpu.hybrid = HybridFlight(ticket.step, now, now + seconds, ticket.row)
 
     def _deliver(self, now: float) -> None:
         """The step's tokens reach their requests, also those that were preempted while it ran."""
