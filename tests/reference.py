@@ -338,9 +338,9 @@ class NaiveState(SystemState):
         super().__init__(*args)
         self.decode = NaiveDecodeBatch()  # type: ignore[assignment]
 
-    def _end_iteration(self, finished: Any) -> None:
+    def end_hybrid_decode(self, finished: Any) -> None:
         self.decode.step()  # type: ignore[attr-defined]
-        super()._end_iteration(finished)
+        super().end_hybrid_decode(finished)
 
 
 def held_blocks(state: SystemState) -> int:
