@@ -43,6 +43,11 @@ REPEAT_SPREAD = 1.5
 SHAPE = ("tokens", "batch", "context_tokens", "decode_seqs", "decode_context_tokens", "columns", "inner", "heads", "kv_heads",
          "head_dim", "num_gpus", "message_bytes")
 """Columns that make a row's identity, beside version and operation."""
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "gemm": ("tokens", "columns", "inner"), "norm": ("tokens", "bytes"), "rope": ("tokens", "bytes"), "act": ("tokens", "bytes"),
+    "embedding": ("tokens", "bytes"), "prefill_attention": ("tokens", "batch", "context_tokens", "flops", "bytes"),
+    "decode_attention": ("batch", "context_tokens", "bytes"), "all_reduce": ("num_gpus", "message_bytes", "bytes")}
+"""What a fit reads of an operation's rows; GEMMs that carry a name of the model's need ``tokens`` alone."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,8 @@ def roofline_s(row: Mapping[str, Any], gpu: GpuSpec) -> float:
 def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4) -> GpuSpec:
     """The one GPU that all rows were measured on.
 
-    :class:`ProfileError`, naming the row, for: mixed GPUs or sources, a repeated measurement, no time at all, a rate
+    :class:`ProfileError`, naming the row, for: mixed GPUs or sources, a repeated measurement, no time at all, a count that
+    is absent or negative, a rate
     above the data sheet's, and a value ``UNIT_FACTOR`` off its neighbours (same origin and operation) or its roofline.
     """
     if not rows:
@@ -199,6 +205,7 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4)
         seen[row["id"]] = row
         if not row["median_s"] > 0:
             raise ProfileError(f"{_name(row)}: {row['median_s']} s: must be positive")
+        check_counts(row)
         if row["op"] != "all_reduce":  # small ones stay in caches, whatever the link
             check_peak(row, gpu)
         seconds = roofline_s(row, gpu) + FLOOR_S
@@ -213,6 +220,18 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4)
                 raise ProfileError(f"{_name(row)}: {row['median_s']:.3g} s is {_times(ratio)} what {gpu.name}'s data sheet "
                                    "allows: another unit?")
     return gpu
+
+
+def check_counts(row: Mapping[str, Any]) -> None:
+    """Refuse a row without a count that a fit reads, or with one that no measurement has."""
+    op = row["op"]
+    needed = ("tokens",) if op.startswith("gemm_") else NEEDED.get(op, ())
+    for name in dict.fromkeys((*needed, *SHAPE, "flops", "bytes")):
+        value, least = row[name], 0 if name in ("context_tokens", "decode_context_tokens", "flops", "bytes") else 1
+        if value is None and name in needed:
+            raise ProfileError(f"{_name(row)}: {name} is missing: {op} needs {', '.join(needed)}")
+        if value is not None and value < (least if name in needed else 0):
+            raise ProfileError(f"{_name(row)}: {name} = {value:g}: must be {least if name in needed else 0} or more")
 
 
 def check_peak(row: Mapping[str, Any], gpu: GpuSpec) -> None:

@@ -340,4 +340,4 @@ def read_parquet(path: Path) -> tuple[list[Row], dict[str, str]]:
         raise ProfileError(f"{path}: not a {SCHEMA} table")
     if metadata.get("version") != str(SCHEMA_VERSION):
         raise ProfileError(f"{path}: schema version {metadata.get('version')!r}, this version reads {SCHEMA_VERSION}")
-    return [check_row(row, str(path)) for row in table.to_pylist()], metadata
+    return [check_row(row, f"{path}: row {i}") for i, row in enumerate(table.to_pylist())], metadata

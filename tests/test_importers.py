@@ -179,6 +179,22 @@ def test_what_no_gpu_measures_is_refused_with_its_row(tmp_path: Path, rows: list
         check_samples(dense(tmp_path, rows))
 
 
+@pytest.mark.parametrize(("change", "message"), [
+    ({"tokens": None}, r"row 0 \(gemm_qkv\): tokens is missing: gemm_qkv needs tokens"),
+    ({"tokens": -5}, "tokens = -5: must be 1 or more"),
+    ({"op": "gemm", "columns": None}, r"row 0 \(gemm\): columns is missing: gemm needs tokens, columns, inner"),
+    ({"op": "decode_attention", "batch": 4, "context_tokens": None}, "context_tokens is missing"),
+    ({"op": "prefill_attention", "batch": 0, "context_tokens": 0}, "batch = 0: must be 1 or more"),
+    ({"op": "all_reduce", "num_gpus": 2}, "message_bytes is missing"),
+    ({"op": "norm", "bytes": None}, "bytes is missing"),
+    ({"heads": -1}, "heads = -1: must be 0 or more"),
+])
+def test_a_row_without_its_counts_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    rows = dense(tmp_path, qkv(70, 80))
+    with pytest.raises(ProfileError, match=message):
+        check_samples([{**rows[0], **change}, rows[1]])
+
+
 def test_boost_clocks_a_little_above_the_data_sheet_are_no_error(tmp_path: Path) -> None:
     flops = 2 * 2048 * 28672 * 4096
     for share, fine in ((1.01, True), (1.05, False)):

@@ -161,6 +161,19 @@ def test_parquet_round_trip(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_parquet_row_that_is_no_measurement_is_named(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "s.parquet"
+    write_parquet(path, finalise([row(id="a"), row(id="b")]), {"gpu": "stub"})
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("median_s")
+    pq.write_table(table.set_column(at, table.schema.field(at), pa.array([1e-3, float("nan")])), path)
+    with pytest.raises(ProfileError, match=r"s.parquet: row 1: median_s = nan: must be finite"):
+        read_parquet(path)
+
+
 def test_parquet_of_another_kind_is_refused(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
