@@ -257,8 +257,12 @@ class DeviceModel:
 
     @property
     def source(self) -> str:
-        """Where seconds are from, one line."""
-        return self.coefficients.source
+        """Where seconds are from, one line; what a fitted profile holds of another GPU is named."""
+        assumed = self.coefficients.notes.get("assumed", ())
+        others = [text.partition(":")[0] for text in assumed if text.endswith(", A100's")]
+        if self.tensor_parallel == 1:
+            others = [what for what in others if what != "all_reduce"]
+        return self.coefficients.source + (f"; {', '.join(others)}: A100's" if others else "")
 
     # ---- building work ---------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,27 @@ from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.fit_sms import AXIS, FLAT
 from bullet.tables import Row
 
+DEFAULT_GPU = "a100-80gb"
+ASKED = {
+    "tokens": "new tokens over the batch", "batch": "sequences",
+    "context_tokens": "of each sequence: past tokens (prefill) or attended ones (decode)",
+    "decode_seqs": "mixed_attention: decodes in the same kernel", "decode_context_tokens": "and what each attends",
+    "columns": "GEMM of no name: columns of the result", "inner": "and its inner size",
+    "num_gpus": "all_reduce: GPUs", "message_bytes": "and bytes of each"}
+"""What a look-up may be asked at, with its help."""
+FIT_EXAMPLES = """\
+examples:
+  bullet-profile fit --gpu h100                             fit the shipped table again, print the errors
+  bullet-profile fit runs/gpu/samples.parquet --out mine    a sweep of your own: mine/fit.json, mine/SOURCE.md
+  bullet-profile fit --gpu a100-80gb --fit-on "gemm=sglang 0.5.10"
+"""
+SHOW_EXAMPLES = """\
+examples:
+  bullet-profile show --gpu h100                            coefficients, what is assumed, errors by family
+  bullet-profile show runs/gpu/samples.parquet              what a table holds
+  bullet-profile show --gpu h100 --op gemm_qkv --tokens 777 --version "vllm 0.19.0"
+  bullet-profile show --gpu rtx4090 --op decode_attention --batch 12 --context-tokens 700
+"""
 IMPORTABLE = ("a100-80gb", "h100", "rtx4090")
 
 
@@ -27,9 +47,10 @@ def add_commands(commands: Any) -> None:
     get.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
     get.add_argument("--out", type=Path, help="file to write (default profiles/<gpu>/llama-3.1-8b/samples.parquet)")
     get.set_defaults(handler=import_)
-    fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out")
+    fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out",
+                                 formatter_class=argparse.RawDescriptionHelpFormatter, epilog=FIT_EXAMPLES)
     fitter.add_argument("samples", type=Path, nargs="?", help="samples.parquet (default: the shipped one of --gpu)")
-    fitter.add_argument("--gpu", choices=sorted(GPUS), default="a100-80gb")
+    fitter.add_argument("--gpu", choices=sorted(GPUS), help=f"whose shipped table (default {DEFAULT_GPU})")
     fitter.add_argument("--model", default="llama-3.1-8b")
     fitter.add_argument("--sm-data", type=Path, help="folder with published sweeps over SMs; without it the SM axis is the "
                         "samples' own, else what fit.json has, else A100's")
@@ -39,15 +60,16 @@ def add_commands(commands: Any) -> None:
                         help="take a family of which the table has too few rows from A100's fit; may be repeated")
     fitter.add_argument("--out", type=Path, help="folder for fit.json and SOURCE.md; without it nothing is written")
     fitter.set_defaults(handler=fit_)
-    show = commands.add_parser("show", help="coefficients and errors of a profile, or what a table holds")
+    show = commands.add_parser("show", help="coefficients and errors of a profile, or what a table holds",
+                               formatter_class=argparse.RawDescriptionHelpFormatter, epilog=SHOW_EXAMPLES)
     show.add_argument("samples", type=Path, nargs="?", help="a samples.parquet: list it, or look --op up in it")
-    show.add_argument("--gpu", default="a100-80gb")
+    show.add_argument("--gpu", help=f"whose shipped profile (default {DEFAULT_GPU})")
     show.add_argument("--model", default="llama-3.1-8b")
     show.add_argument("--op", help="operation to look up, between measured points")
     show.add_argument("--version", help="whose rows, where the table has several")
     show.add_argument("--sms", type=int, help="SMs (default all)")
-    for name in ("tokens", "batch", "context-tokens"):
-        show.add_argument(f"--{name}", type=int)
+    for name, text in ASKED.items():
+        show.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     show.set_defaults(handler=show_)
 
 
@@ -96,14 +118,13 @@ def listing(rows: Sequence[Row]) -> list[str]:
 
 def fit_(args: argparse.Namespace) -> int:
     """Fit, print the errors, write if asked."""
+    from bullet.fit_show import error_lines
     from bullet.fit_source import source_page, write_page
-    from bullet.tables import read_parquet
 
     model = get_model(args.model)
-    path: Path = args.samples or PROFILES / args.gpu / args.model / "samples.parquet"
-    if not path.is_file():
-        raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
-    rows, _ = read_parquet(path)
+    _, rows = _table(args)
+    if args.out is not None:  # before a fit of some seconds, not after
+        _folder(args.out)
     asked = {}
     for text in args.fit_on:
         family, equals, version = text.partition("=")
@@ -111,9 +132,8 @@ def fit_(args: argparse.Namespace) -> int:
             raise ConfigError(f"--fit-on {text}: must read FAMILY=VERSION, as in gemm=sglang 0.5.10")
         asked[family] = version
     coefficients = fit_samples(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow)
-    say("\n".join(error_lines(coefficients)))
+    say("\n".join(error_lines(coefficients.notes["errors"])))
     if args.out is not None:
-        _folder(args.out)
         try:
             (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
             write_page(args.out / "SOURCE.md", source_page(coefficients, rows, model))
@@ -187,33 +207,27 @@ def waves_by_evidence(errors: dict[str, dict[str, float]]) -> dict[str, Any]:
             "left_out": [{"with": [on["median"], on["p90"]], "without": [off["median"], off["p90"]]} for on, off in pairs]}
 
 
-def error_lines(coefficients: DeviceCoefficients) -> list[str]:
-    """Errors of a profile as a table."""
-    lines = [f"{'relative error of seconds':<52} {'rows':>6} {'median':>8} {'P90':>8} {'worst':>8}"]
-    lines += [f"{name:<52} {e['rows']:>6} {100 * e['median']:>6.1f} % {100 * e['p90']:>6.1f} % {100 * e['worst']:>6.1f} %"
-              for name, e in coefficients.notes.get("errors", {}).items()]
-    return lines
-
-
 # ---------------------------------------------------------------------------------------------------- show
 
 
 def show_(args: argparse.Namespace) -> int:
     """A profile's coefficients; a table's rows; a value between measured points."""
-    if args.samples is None and args.op is None:
-        coefficients = load_device(DeviceConfig(gpu=args.gpu, model=args.model)).coefficients
-        say(json.dumps({k: v for k, v in dataclasses.asdict(coefficients).items() if k != "notes"}, indent=1, sort_keys=True))
-        for name in ("basis", "fitted_on", "assumed", "waves"):
-            if name in coefficients.notes:
-                say(f"{name}: {json.dumps(coefficients.notes[name], ensure_ascii=False)}")
-        if coefficients.notes.get("errors"):
-            say("\n".join(error_lines(coefficients)))
+    counts = {name: value for name in ASKED if (value := getattr(args, name)) is not None}
+    if args.op is None and (counts or args.sms is not None):
+        name = next(iter(counts), "sms")
+        raise ConfigError(f"--{name.replace('_', '-')}: looks an operation up, and --op names none")
+    if args.samples is None and args.op is None and args.version is None:
+        from bullet.fit_show import profile_lines
+
+        device = load_device(DeviceConfig(gpu=args.gpu or DEFAULT_GPU, model=args.model))
+        say("\n".join(profile_lines(device)))
+        folder = PROFILES / device.gpu.name / device.model.name
+        if folder.is_dir():
+            say(f"\n{folder}: fit.json holds these numbers, SOURCE.md their sources, samples.parquet the rows")
         return 0
     from bullet.lookup import lookup
-    from bullet.tables import read_parquet
 
-    path: Path = args.samples or PROFILES / args.gpu / args.model / "samples.parquet"
-    rows, _ = read_parquet(path)
+    path, rows = _table(args)
     if args.version is not None:
         versions = sorted({str(r["origin_version"]) for r in rows})
         if args.version not in versions:
@@ -222,7 +236,21 @@ def show_(args: argparse.Namespace) -> int:
     if args.op is None:
         say("\n".join(listing(rows)))
         return 0
-    point = {name: value for name in ("tokens", "batch", "context_tokens") if (value := getattr(args, name)) is not None}
-    seconds = lookup(rows, args.op, point, sms=args.sms)
-    say(f"{args.op} at {', '.join(f'{k} {v}' for k, v in point.items())}: {seconds * 1e6:.2f} us, between measured points")
+    seconds = lookup(rows, args.op, counts, sms=args.sms)
+    say(f"{args.op} at {', '.join(f'{k} {v}' for k, v in counts.items())}: {seconds * 1e6:.2f} us, {rows[0]['source']}, "
+        "linear between measured points")
     return 0
+
+
+def _table(args: argparse.Namespace) -> tuple[Path, list[Row]]:
+    """The table that a command names, else that of ``--gpu``; a table of another GPU than ``--gpu`` is refused."""
+    from bullet.importers import gpu_of
+    from bullet.tables import read_parquet
+
+    path: Path = args.samples or PROFILES / (args.gpu or DEFAULT_GPU) / args.model / "samples.parquet"
+    if not path.is_file():
+        raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
+    rows, _ = read_parquet(path)
+    if args.gpu is not None and rows and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != args.gpu:
+        raise ProfileError(f"{path}: measured on {found}, not on --gpu {args.gpu}: leave --gpu out or give another table")
+    return path, rows

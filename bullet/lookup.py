@@ -1,6 +1,7 @@
 """Seconds between measured points, and never beyond them: linear interpolation in a table of samples.
 
-GEMMs and elementwise kernels are read over tokens; attention over batch, then context (decode) or tokens (prefill).
+GEMMs and elementwise kernels are read over tokens; attention over batch, then context (decode) or tokens (prefill). What a
+query leaves open and the rows do not decide is refused, never averaged over.
 """
 
 from __future__ import annotations
@@ -12,26 +13,37 @@ from typing import Any
 
 from bullet.errors import ProfileError
 
-AXES: Mapping[str, tuple[str, ...]] = {"prefill_attention": ("batch", "tokens", "context_tokens"),
-                                       "decode_attention": ("batch", "context_tokens")}
+AXES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("prefill_attention", "prefill_layer"), ("batch", "tokens", "context_tokens")),
+    **dict.fromkeys(("decode_attention", "paged_decode_attention", "decode_layer"), ("batch", "context_tokens")),
+    "mixed_attention": ("tokens", "context_tokens", "decode_seqs", "decode_context_tokens"), "all_reduce": ("message_bytes",)}
 """Columns that a query runs over, outermost first; other operations: tokens."""
+CHOICES = ("origin_version", "columns", "inner", "heads", "kv_heads", "num_gpus")
+"""Columns of which a query takes one value as it is, never one between."""
 
 
 def lookup(rows: Sequence[Mapping[str, Any]], op: str, point: Mapping[str, int], *, sms: int | None = None) -> float:
-    """Seconds of ``op`` at a point of its axes, alone on ``sms`` SMs (default: all).
+    """Seconds of ``op`` at a point of its axes, alone on ``sms`` SMs (default: all). ``point`` may hold :data:`CHOICES` as well.
 
     Repeats count as their median. :class:`ProfileError` names the axis and the measured range if the point is outside, and
-    the operations or versions at hand if the table does not decide.
+    the operations, versions or sizes at hand if the table does not decide.
     """
     own = [r for r in rows if r["op"] == op and r["kind"] == "solo" and r["sms"] == (sms or r["device_sms"])]
     if not own:
         raise ProfileError(f"no rows of {op!r}{f' on {sms} SMs' if sms else ''}: the table has "
                            f"{', '.join(sorted({r['op'] for r in rows}))}")
-    for name in ("origin_version", "columns", "inner", "heads", "kv_heads"):
-        found = sorted({str(r[name]) for r in own})
-        if len(found) > 1:
-            raise ProfileError(f"rows of {op!r} differ in {name}: {', '.join(found)}: choose one")
     axes = AXES.get(op, ("tokens",))
+    for name in CHOICES:
+        found = sorted({r[name] for r in own}, key=lambda value: (value is None, value))
+        if name in point:
+            own = [r for r in own if r[name] == point[name]]
+        elif len(found) > 1:
+            raise ProfileError(f"rows of {op!r} differ in {name}: {', '.join(map(str, found))}: choose one")
+        if not own:
+            raise ProfileError(f"no rows of {op!r} with {name} {point[name]}: the table has {', '.join(map(str, found))}")
+    for name in point:
+        if name not in (*axes, *CHOICES):
+            raise ProfileError(f"{op}: {name} plays no part: its rows run over {', '.join(axes)}")
     missing = [a for a in axes if a not in point]
     if missing:
         raise ProfileError(f"{op}: {missing[0]} is needed")
@@ -45,7 +57,7 @@ def _along(values: Mapping[tuple[float, ...], float], axes: Sequence[str], point
     nodes = sorted({key[0] for key in values})
     x = point[0]
     if not nodes[0] <= x <= nodes[-1]:
-        raise ProfileError(f"{op}: {axes[0]} = {x:g} is outside the measured {nodes[0]:g} to {nodes[-1]:g}: "
+        raise ProfileError(f"{op}: {axes[0]} = {x:.15g} is outside the measured {nodes[0]:.15g} to {nodes[-1]:.15g}: "
                            "nothing is extrapolated")
     i = bisect_left(nodes, x)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from bullet.config import get_gpu, get_model
 from bullet.device import DeviceCoefficients, DeviceModel
 from bullet.errors import BulletError
-from bullet.fit_cli import error_lines, fit_samples
+from bullet.fit_cli import fit_samples
+from bullet.fit_show import error_lines
 from bullet.fit_source import source_page, write_page
 from bullet.importers import import_public
 
@@ -31,7 +32,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
     write_page(args.out / "SOURCE.md", source_page(coefficients, rows, MODEL))
-    print("\n".join(error_lines(coefficients)))
+    print("\n".join(error_lines(coefficients.notes["errors"])))
     cross_checks(coefficients)
     print(f"wrote {args.out / 'fit.json'}")
     return 0

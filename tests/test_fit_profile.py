@@ -1,7 +1,6 @@
 """Fits of whole tables: made-up coefficients come back from the rows that they predict; too little is refused."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -290,19 +289,63 @@ def test_fit_and_show_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     table = tmp_path / "made.parquet"
     write_parquet(table, made_table(), {"gpu": "a100-80gb", "source": "measured"})
     assert profile(["fit", str(table), "--out", str(tmp_path / "out")]) == 0
-    assert "gemm_left_out:all" in capsys.readouterr().out
+    assert "gemm left out, all" in capsys.readouterr().out
     written = DeviceCoefficients.from_json(tmp_path / "out" / "fit.json")
     assert written.notes["fitted_on"]["gemm"] == "made up 1.0"
     assert "made/up" in (tmp_path / "out" / "SOURCE.md").read_text()
     assert profile(["show", str(table), "--op", "gemm_qkv", "--tokens", "150"]) == 0
-    assert "us, between measured points" in capsys.readouterr().out
+    assert "us, measured, linear between measured points" in capsys.readouterr().out
     assert profile(["show", str(table), "--op", "gemm_qkv", "--tokens", "9000"]) == 2
     assert "tokens = 9000 is outside the measured 1 to 8192" in capsys.readouterr().err
     assert profile(["fit", str(tmp_path / "none.parquet")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_table_of_another_gpu_than_asked_is_refused_before_any_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "made.parquet"
+    write_parquet(table, made_table(), {"gpu": "a100-80gb", "source": "measured"})
+    for command in ("fit", "show"):
+        assert profile([command, str(table), "--gpu", "h100", *(("--op", "norm") if command == "show" else ())]) == 2
+        assert "measured on a100-80gb, not on --gpu h100" in capsys.readouterr().err
+    (tmp_path / "taken").write_text("")
+    assert profile(["fit", str(table), "--out", str(tmp_path / "taken")]) == 2
+    told = capsys.readouterr()
+    assert "cannot be made" in told.err
+    assert not told.out
+
+
+def test_a_profile_is_shown_with_units_sources_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert profile(["show", "--gpu", "h100"]) == 0
-    shown = capsys.readouterr().out
-    assert json.loads(shown[:shown.index("\n}") + 2])["source"] == "fitted"
+    text = capsys.readouterr().out
+    lines = {line[:36].strip(): line[36:].split(maxsplit=1) for line in text.splitlines() if len(line) > 90}
+    c = load_device(DeviceConfig(gpu="h100")).coefficients
+    assert text.startswith("h100, llama-3.1-8b: fitted; rowwise: A100's, 19 parameters")
+    assert lines["gemm_overhead_s"][0] == f"{c.gemm_overhead_s * 1e6:.4g}"
+    assert lines["gemm_overhead_s"][1].split()[0] == "us"
+    assert lines["gemm_bandwidth"][1].startswith("of 3,350 GB/s")
+    assert lines["rate_slope"][1].endswith("greenctx")
+    for name in ("rowwise_bandwidth norm", "all_reduce_overhead_s", "contention_loss", "host_gap_s"):
+        assert lines[name][1].endswith("assumed"), name
+    assert len([line for line in text.splitlines() if line.startswith("  ") and line.rstrip()[-1].isdigit()]) >= len(
+        c.notes["errors"])
+    assert profile(["show", "--gpu", "h200"]) == 0
+    assert "h200, llama-3.1-8b: analytic\ndata sheet of h200" in capsys.readouterr().out
+
+
+def test_what_a_command_would_not_look_at_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, message in ((["--tokens", "5"], "--tokens: looks an operation up, and --op names none"),
+                           (["--sms", "5"], "--sms: looks"),
+                           (["--gpu", "h200", "--op", "norm", "--tokens", "5"], "h200/llama-3.1-8b/samples.parquet: no such")):
+        assert profile(["show", *asked]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpu", "tp", "source"), [
+    ("a100-80gb", 1, "fitted"), ("h100", 1, "fitted; rowwise: A100's"),
+    ("rtx4090", 1, "fitted; rate and bandwidth against SMs: A100's"),
+    ("rtx4090", 2, "fitted; all_reduce, rate and bandwidth against SMs: A100's"), ("h200", 1, "analytic")])
+def test_a_fitted_device_says_what_it_has_of_another_gpu(gpu: str, tp: int, source: str) -> None:
+    assert load_device(DeviceConfig(gpu=gpu, tensor_parallel=tp)).source == source
 
 
 def test_a_page_keeps_what_others_wrote_above_the_mark(tmp_path: Path) -> None:
@@ -353,3 +396,32 @@ def test_lookup_of_attention_runs_over_batch_then_context() -> None:
     assert lookup(rows, "decode_attention", {"batch": 2, "context_tokens": 150}) == pytest.approx(2150e-6)
     with pytest.raises(ProfileError, match="context_tokens = 250 is outside the measured 100 to 200"):
         lookup(rows, "decode_attention", {"batch": 2, "context_tokens": 250})  # batch 3 was not measured there
+
+
+def test_lookup_never_averages_over_what_a_query_leaves_open() -> None:
+    def row(i: int, seconds: float, columns: dict[str, Any]) -> Row:
+        return make_row(ORIGIN, Path("t.csv"), i, RTX4090, seconds, columns)
+
+    mixed = [row(i, (past + 2 * seqs + 3 * kd) * 1e-6, attention_columns(
+        "mixed_attention", 1, 64, past, HEADS, decode_seqs=seqs, decode_context=kd))
+        for i, (past, seqs, kd) in enumerate((p, n, k) for p in (0, 100) for n in (1, 9) for k in (16, 32))]
+    with pytest.raises(ProfileError, match="mixed_attention: context_tokens is needed"):
+        lookup(mixed, "mixed_attention", {"tokens": 64})
+    point = {"tokens": 64, "context_tokens": 50, "decode_seqs": 5, "decode_context_tokens": 24}
+    assert lookup(mixed, "mixed_attention", point) == pytest.approx((50 + 10 + 72) * 1e-6)
+    with pytest.raises(ProfileError, match="no rows of 'mixed_attention' with columns 6144: the table has None"):
+        lookup(mixed, "mixed_attention", {**point, "columns": 6144})
+    layers = [{**row(i, c * 1e-6, attention_columns("decode_attention", 4, 1, c, HEADS)), "op": "decode_layer"}
+              for i, c in enumerate((100, 300))]
+    assert lookup(layers, "decode_layer", {"batch": 4, "context_tokens": 200}) == pytest.approx(200e-6)
+    with pytest.raises(ProfileError, match="decode_layer: tokens plays no part: its rows run over batch, context_tokens"):
+        lookup(layers, "decode_layer", {"batch": 4, "context_tokens": 200, "tokens": 4})
+    reduced = [row(i, size * t * 1e-9, importers.all_reduce_columns(t, size)) for i, (t, size) in enumerate(
+        (t, s) for t in (2, 4) for s in (1000, 3000))]
+    with pytest.raises(ProfileError, match="differ in num_gpus: 2, 4: choose one"):
+        lookup(reduced, "all_reduce", {"message_bytes": 2000})
+    assert lookup(reduced, "all_reduce", {"message_bytes": 2000, "num_gpus": 4}) == pytest.approx(8e-6)
+    grid = [row(i, n * 1e-9, gemm_columns(64, n, 4096, LLAMA)) for i, n in enumerate((5000, 7000))]
+    with pytest.raises(ProfileError, match="differ in columns: 5000, 7000: choose one"):
+        lookup(grid, "gemm", {"tokens": 64})
+    assert lookup(grid, "gemm", {"tokens": 64, "columns": 7000}) == pytest.approx(7e-6)
