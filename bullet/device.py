@@ -41,6 +41,10 @@ ROWWISE = ("act", "embedding", "norm", "qk_norm", "rope")
 """Families of bandwidth-bound kernels that work on rows one by one."""
 
 
+LONGEST_OVERHEAD_S = 0.1
+"""No kernel, block, sequence or step costs as much beside its work: above it a fit is in another unit."""
+
+
 @dataclass(frozen=True)
 class DeviceCoefficients:
     """What a fit yields. Efficiencies are shares of the data sheet's peaks.
@@ -113,11 +117,18 @@ class DeviceCoefficients:
             raise ProfileError(f"{path}: rowwise_bandwidth must give {', '.join(ROWWISE)}, each in (0, 1]")
         if not isinstance(raw["source"], str) or not isinstance(raw.get("notes", {}), dict):
             raise ProfileError(f"{path}: source must be text and notes an object")
+        assumed = raw.get("notes", {}).get("assumed", [])
+        if not (isinstance(assumed, list) and all(isinstance(text, str) for text in assumed)):
+            raise ProfileError(f"{path}: notes: assumed must be a list of texts")
         for name in set(raw) - {"source", "gemm_tiles", "rowwise_bandwidth", "notes"}:
             value = raw[name]
             zero_ok = name.endswith(("_s", "_keys", "_slope", "_loss"))  # the others divide
             if not (_positive(value) or (zero_ok and value == 0 and not isinstance(value, bool))):
                 raise ProfileError(f"{path}: {name} = {value!r}: must be finite and {'0 or more' if zero_ok else 'positive'}")
+            if value > 1 and name.endswith(("_bandwidth", "_efficiency", "_loss", "_knee")):
+                raise ProfileError(f"{path}: {name} = {value!r}: a share, must be 1 or less")
+            if value > LONGEST_OVERHEAD_S and name.endswith("_s"):
+                raise ProfileError(f"{path}: {name} = {value!r}: must be {LONGEST_OVERHEAD_S} s or less; are these seconds?")
         raw["gemm_tiles"] = tuple((r, c, float(e)) for r, c, e in tiles)
         return cls(**raw)
 

@@ -122,15 +122,15 @@ class TableDevice(DeviceModel):
     # ---- tables ----------------------------------------------------------------------------------
 
     def _dense_seconds(self, tokens: int) -> float:
-        if not 0 < tokens < len(self._tokens_s):
-            self._refuse(f"a step of {tokens} tokens", f"1 to {len(self._tokens_s) - 1} tokens a step")
+        if not 0 < tokens < len(self._tokens_s) or math.isnan(self._tokens_s[tokens]):
+            self._refuse(f"a step of {tokens} tokens", f"{_first(self._tokens_s)} to {len(self._tokens_s) - 1} tokens a step")
         return float(self._tokens_s[tokens])
 
     def _head_seconds(self, requests: int) -> float:
         if requests == 0:
             return 0.0
-        if not 0 < requests < len(self._head_s):
-            self._refuse(f"logits of {requests} requests", f"1 to {len(self._head_s) - 1}")
+        if not 0 < requests < len(self._head_s) or math.isnan(self._head_s[requests]):
+            self._refuse(f"logits of {requests} requests", f"{_first(self._head_s)} to {len(self._head_s) - 1}")
         return float(self._head_s[requests])
 
     def _attention_seconds(self, pieces: Sequence[tuple[int, int]], num_seqs: int, computed_tokens: int) -> float:
@@ -211,18 +211,25 @@ class TableDevice(DeviceModel):
     def min_prefill_seconds(self, prompt_tokens: int) -> float:
         """The least seconds per token in the tables, for every token; attention left out."""
         per_token = self._tokens_s[1:] / np.arange(1, len(self._tokens_s))
-        return float(per_token.min()) * prompt_tokens
+        return float(np.nanmin(per_token)) * prompt_tokens
 
 
 def _sum(curves: Sequence[tuple[Curve, int]], times: int) -> NDArray[np.float64]:
-    """Seconds at 0 (nothing), 1, .. as far as every curve reaches, linear between measured counts."""
+    """Seconds at 0 (nothing), 1, .. as far as every curve reaches, linear between measured counts; NaN below the first."""
     reach = min(int(counts[-1]) for (counts, _), _ in curves)
+    first = max(int(counts[0]) for (counts, _), _ in curves)
     at = np.arange(reach + 1)
     total: NDArray[np.float64] = np.zeros(reach + 1)
     for (counts, seconds), each in curves:
         total += times * each * np.interp(at, counts, seconds)
+    total[1:first] = np.nan
     total[0] = 0.0
     return total
+
+
+def _first(seconds: NDArray[np.float64]) -> int:
+    """The least count from 1 that was measured."""
+    return 1 + int(np.argmax(~np.isnan(seconds[1:])))
 
 
 def _filled(tables: KernelTables) -> NDArray[np.float64]:
@@ -309,6 +316,25 @@ def _require_steady(seconds: NDArray[np.float64], axes: Sequence[NDArray[np.floa
             raise ProfileError(f"{what}: {' but '.join(at)}: neighbours a hundred times apart, are all values in seconds?")
 
 
+def check_tables(tables: KernelTables, model: ModelSpec, gpu: GpuSpec, where: str) -> None:
+    """Refuse GEMMs that beat the data sheet or take a hundred times what it allows: other units, or another GPU."""
+    from bullet.importers import BYTES_SLACK, FLOOR_S, PEAK_SLACK, UNIT_FACTOR
+    from bullet.work import dense_kernels
+
+    shapes = {f"{k.name}_proj": (k.columns, k.k) for k in dense_kernels(model, 1) if k.k}
+    shapes["lm_head"] = (model.vocab_size, model.hidden_size)
+    for name, (columns, inner) in shapes.items():
+        counts, seconds = (tables.head if name in HEAD_KERNELS else tables.dense)[name]
+        compute_s = 2.0 * counts * columns * inner / gpu.peak_flops
+        moved = model.dtype_bytes * (counts * (columns + inner) + columns * inner)
+        least_s = np.maximum(compute_s / PEAK_SLACK, (moved - gpu.l2_bytes) / (BYTES_SLACK * gpu.mem_bytes_per_s))
+        for wrong, text in ((seconds < least_s, "faster than"), (seconds > UNIT_FACTOR * (least_s + FLOOR_S), "a hundred times")):
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                raise ProfileError(f"{where}: {name}: {seconds[i]:.3g} s at {counts[i]:g} is {text} what {gpu.name}'s data sheet "
+                                   f"allows ({least_s[i]:.3g} s): are all values in seconds, and of this GPU?")
+
+
 def _curve(points: Mapping[float, float]) -> Curve:
     counts = sorted(points)
     return np.array(counts, dtype=float), np.array([points[c] for c in counts])
@@ -325,4 +351,6 @@ def load_table_device(config: DeviceConfig) -> TableDevice:
     if config.tensor_parallel != 1:
         raise ConfigError(f"{TABLE}: the tables were measured on one GPU, not device.tensor_parallel = "
                           f"{config.tensor_parallel}")
-    return TableDevice(model, gpu, read_tables(path))
+    tables = read_tables(path)
+    check_tables(tables, model, gpu, str(path))
+    return TableDevice(model, gpu, tables)

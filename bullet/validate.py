@@ -32,7 +32,7 @@ from bullet.device import PROFILES
 from bullet.errors import ConfigError, ProfileError
 from bullet.prefix import PagedState, SharedPrefixes
 from bullet.state import HybridStep
-from bullet.table_device import FILE, KernelTables, TableDevice, read_tables
+from bullet.table_device import FILE, KernelTables, TableDevice, check_tables, read_tables
 from bullet.units import MILLI
 from bullet.workload import Workload, stream
 
@@ -114,26 +114,45 @@ def load_recorded(target: str, data: Path | None = None) -> Recorded:
         t = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
         first, last, queued, sent = (np.asarray(t[n], dtype=float) for n in (
             "first_token_s", "last_token_s", "queued_s", "client_arrival_s"))
-        prompts, outputs = (np.asarray(t[n], dtype=np.int64) for n in ("prompt_tokens", "output_tokens"))
+        prompts, outputs = (np.array(table[n].to_pylist(), dtype=np.int64) for n in ("prompt_tokens", "output_tokens"))
         donors, blocks = (table[name].to_pylist() for name in ("prefix_donor", "prefix_blocks"))
-    except (OSError, KeyError, pa.ArrowException) as exc:
+    except (OSError, KeyError, TypeError, ValueError, pa.ArrowException) as exc:
         raise ProfileError(f"{path}: cannot be read as a recorded run ({str(exc).splitlines()[0]})") from None
-    wrong = np.flatnonzero(~((queued <= first) & (first <= last) & (prompts > 0) & (outputs > 0)))
-    if len(queued) < 2 or len(wrong) or np.any(np.diff(sent) < 0):
-        row = int(wrong[0]) if len(wrong) else 0
-        raise ProfileError(f"{path}: row {row}: needs requests in order of client_arrival_s, with queued <= first token <= last "
-                           "token and positive lengths")
-    shared = {i: (int(d), int(b)) for i, (d, b) in enumerate(zip(donors, blocks, strict=True)) if d is not None}
+    if len(queued) < 2:
+        raise ProfileError(f"{path}: {len(queued)} requests: needs 2 or more")
+    ordered = np.append(True, np.diff(sent) >= 0)
+    wrong = np.flatnonzero(~((queued <= first) & (first <= last) & np.isfinite(sent) & ordered & (prompts > 0) & (outputs > 0)))
+    if len(wrong):
+        raise ProfileError(f"{path}: row {wrong[0]}: needs requests in order of client_arrival_s, with queued <= first token <= "
+                           "last token and positive lengths")
+    shared = {}
+    for i, (donor, count) in enumerate(zip(donors, blocks, strict=True)):
+        if donor is None:
+            continue
+        if count is None or not (0 <= donor < i and 0 < count * KV_BLOCK_TOKENS <= min(prompts[i], prompts[donor])):
+            raise ProfileError(f"{path}: row {i}: prefix_donor = {donor}, prefix_blocks = {count}: must be an earlier row, and "
+                               f"full blocks of {KV_BLOCK_TOKENS} tokens that both prompts have")
+        shared[i] = (int(donor), int(count))
     path = folder / "recorded_run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
         series = {name: np.array(run["timeseries"][name], dtype=float) for name in ("t", "running", "waiting")}
         settings, peer = run["engine_settings"], run["peer_simulator"]
         source = f"{run['repository']} {run['commit'][:12]}, {run['licence']}"
-    except (OSError, ValueError, KeyError) as exc:
+        # Read here so that a file without them is refused here.
+        _ = [float(peer[name][key]) for name in NAMES for key in ("peer_simulated_ms", "measured_ms")]
+        _ = [settings["vllm_version"], settings["hardware"]["device_name"], int(settings["kv_cache"]["num_gpu_blocks"]),
+             *(int(settings["engine_kwargs"][key]) for key in ("max_num_batched_tokens", "max_num_seqs"))]
+    except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ProfileError(f"{path}: cannot be read as a recorded run ({exc!r})") from None
+    if len({len(column) for column in series.values()}) != 1 or not len(series["t"]):
+        raise ProfileError(f"{path}: timeseries: t, running and waiting must be as long as each other, 1 or more")
+    if last.max() > 2 * series["t"][-1] + 60:
+        raise ProfileError(f"{path}: the time series ends at {series['t'][-1]:g} s, requests at {last.max():g} s: another unit?")
+    tables = read_tables(folder / FILE)
+    check_tables(tables, get_model(model), get_gpu(gpu), str(folder / FILE))
     return Recorded(target, gpu, model, source, sent, queued, first, last, prompts, outputs, shared, settings, peer, series,
-                    read_tables(folder / FILE))
+                    tables)
 
 
 # ------------------------------------------------------------------------------------------- what is simulated

@@ -192,6 +192,11 @@ def test_coefficients_round_trip(tmp_path: Path) -> None:
     ("gemm_tiles", [[128, 256]], "gemm_tiles must be"),
     ("rowwise_bandwidth", {"norm": 1.0}, "rowwise_bandwidth must give act, embedding"),
     ("source", 3, "source must be text"),
+    ("gemm_bandwidth", 5, "gemm_bandwidth = 5: a share, must be 1 or less"),
+    ("prefill_attention_efficiency", 1.01, "a share, must be 1 or less"),
+    ("contention_loss", 7, "a share, must be 1 or less"),
+    ("gemm_overhead_s", 4.1, "gemm_overhead_s = 4.1: must be 0.1 s or less; are these seconds?"),
+    ("notes", {"assumed": 5}, "assumed must be a list of texts"),
 ])
 def test_a_fit_with_a_wrong_value_is_refused_by_name(tmp_path: Path, key: str, value: object, message: str) -> None:
     raw = json.loads(REAL.coefficients.to_json())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from bullet.table_device import (
     LAYER_KERNELS,
     ONCE_KERNELS,
     TableDevice,
+    check_tables,
     read_tables,
     table_path,
     tables_from_rows,
@@ -102,6 +105,31 @@ def test_the_lower_rim_is_clamped_and_counted():
     assert d.attention_seconds(0, 0, 1, 3) == d.attention_seconds(0, 0, 1, 16)
     assert d.attention_seconds(5, 0, 0, 0) == d.attention_seconds(16, 0, 0, 0)
     assert d.clamped == 2
+
+
+def test_counts_below_the_first_measured_are_refused_too():
+    """A kernel that was measured from 11 tokens on says nothing of 5; likewise the head from 2 requests on."""
+    rows = [r for r in small_rows() if not (r["kernel"] == "qkv_proj" and r["tokens"] == 1)]
+    rows += [row("lm_head", 3 * US, sequences=2)]
+    rows = [r for r in rows if not (r["kernel"] == "lm_head" and r["sequences"] == 1)]
+    d = TableDevice(TINY, GPUS["rtx4090"], tables_from_rows(rows, "by hand", "by hand"))
+    with pytest.raises(ProfileError, match=r"a step of 5 tokens lies outside what was measured \(11 to 101 tokens a step\)"):
+        d.hybrid_work([(5, 0)], 0, 0, logits_seqs=0)
+    with pytest.raises(ProfileError, match=r"logits of 1 requests lies outside what was measured \(2 to 8\)"):
+        d.hybrid_work([(20, 0)], 0, 0, logits_seqs=1)
+    assert d.hybrid_work([(20, 0)], 0, 0, logits_seqs=2).seconds > 0
+    assert d.min_prefill_seconds(20) > 0
+
+
+@pytest.mark.parametrize(("times", "message"), [(1e-3, "is faster than what rtx4090's data sheet allows"),
+                                                (1e3, "a hundred times what rtx4090's data sheet allows")])
+def test_a_whole_table_in_other_units_is_refused(times, message):
+    model, gpu = MODELS["llama-3.1-8b"], GPUS["rtx4090"]
+    shipped = read_tables(table_path(gpu.name, model.name))
+    check_tables(shipped, model, gpu, "t.parquet")
+    other = dataclasses.replace(shipped, dense={name: (n, s * times) for name, (n, s) in shipped.dense.items()})
+    with pytest.raises(ProfileError, match=rf"t.parquet: qkv_proj: .* {message}"):
+        check_tables(other, model, gpu, "t.parquet")
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,3 +149,41 @@ def test_a_recorded_run_that_cannot_be_is_refused_with_its_row(tmp_path: Path) -
         validate.load_recorded("rtx4090", tmp_path)
     with pytest.raises(ConfigError, match="unknown validation target"):
         validate.load_recorded("rtx5090")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"prefix_donor": 9, "prefix_blocks": 1}, "row 5: prefix_donor = 9, prefix_blocks = 1: must be an earlier row"),
+    ({"prefix_donor": 1, "prefix_blocks": 3000}, "row 5: prefix_donor = 1, prefix_blocks = 3000"),
+    ({"prefix_donor": 1, "prefix_blocks": None}, "row 5: prefix_donor = 1, prefix_blocks = None"),
+    ({"client_arrival_s": float("nan")}, "row 5: needs requests in order of client_arrival_s"),
+    ({"prompt_tokens": None}, "cannot be read as a recorded run"),
+    ({"last_token_s": 183567.0}, "the time series ends at 184 s, requests at 183567 s: another unit"),
+])
+def test_a_request_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = SHIPPED
+    for name in ("recorded_run.json", validate.FILE):
+        shutil.copy(source / name, tmp_path)
+    table = pq.read_table(source / "recorded_requests.parquet")
+    rows = table.to_pylist()
+    rows[5] |= changes
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), tmp_path / "recorded_requests.parquet")
+    with pytest.raises(ProfileError, match=message):
+        validate.load_recorded("rtx4090", tmp_path)
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda run: run["engine_settings"].pop("engine_kwargs"), lambda run: run["engine_settings"].pop("kv_cache"),
+    lambda run: run["peer_simulator"].clear(), lambda run: run["timeseries"].update(running=[1, 2]),
+    lambda run: run.update(timeseries=None)])
+def test_a_run_without_its_settings_is_refused(tmp_path: Path, spoil: Callable[[dict[str, Any]], object]) -> None:
+    source = SHIPPED
+    for name in ("recorded_requests.parquet", validate.FILE):
+        shutil.copy(source / name, tmp_path)
+    run = json.loads((source / "recorded_run.json").read_text())
+    spoil(run)
+    (tmp_path / "recorded_run.json").write_text(json.dumps(run))
+    with pytest.raises(ProfileError, match=r"recorded_run.json: (cannot be read as a recorded run|timeseries)"):
+        validate.load_recorded("rtx4090", tmp_path)
