@@ -175,7 +175,7 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
         out.assumed.append("rate and bandwidth against SMs: no measured row, A100's")
     if "sm_axis" in out.sources:
         out.parameters |= {"bandwidth_against_sms": 2, "rate_against_sms": 2}
-    out.errors |= errors
+    out.errors |= dict(sorted(errors.items()))  # in one order, wherever they come from
     found, corun_errors = fit_sms.contention(rows, DeviceModel(model, out.gpu, profile.coefficients_of(out, axis)))
     out.errors |= corun_errors
     extra: dict[str, Any] = {}

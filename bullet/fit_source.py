@@ -24,11 +24,13 @@ SM_AXIS = {
 READING = {
     "a100-80gb": """\
 Elementwise kernels under 20 us (up to some 500 tokens) are launches and L2 traffic, timed to whole microseconds: their rows
-are the bad ones, and sum to under 0.3 ms a step. Prefill attention under 128 tokens pads its tiles, which the model does not.
-Two libraries' attention differ by more than either fit does (the `against` lines); Frontier's is FlashInfer on an A800 (A100's
-silicon) with llama-2's 32 KV heads. An all-reduce changes algorithm with size; one line through all of them is rough, and
-Vidur's are eager launches. A copy kernel draws far more bandwidth on few SMs than serving's kernels do, hence the curve is
-fitted on the latter.
+are the bad ones, and sum to under 0.3 ms a step. GEMM shapes left out: without 4096x14336 all others have an inner size of
+4,096, where the time that starts a block cannot be told from its rate; and at 4,096 tokens and more the library reaches 207
+TFLOPS on 6144x4096, 232 on 28672x4096 and 4096x14336: a difference between shapes that no rate of a tile holds. Prefill
+attention under 128 tokens pads its tiles, which the model does not. Two libraries' attention differ by more than either fit
+does (the `against` lines); Frontier's is FlashInfer on an A800 (A100's silicon) with llama-2's 32 KV heads. An all-reduce
+changes algorithm with size; one line through all of them is rough, and Vidur's are eager launches. A copy kernel draws far
+more bandwidth on few SMs than serving's kernels do, hence the curve is fitted on the latter.
 """,
     "h100": """\
 GEMMs of 28,672 columns or 14,336 inner size are in no table: the family is fitted on the model's other shapes and on those of

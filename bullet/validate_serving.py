@@ -95,6 +95,8 @@ def build_device(point: Point, host_gap_s: float = 0.0) -> DeviceModel:
     gpu: GpuSpec = A100_40GB if point.gpu == A100_40GB.name else get_gpu(point.gpu)
     device = load_device(DeviceConfig(model=MODEL, gpu=_profile_gpu(point)))
     coefficients = dataclasses.replace(device.coefficients, host_gap_s=device.coefficients.host_gap_s + host_gap_s)
+    if gpu is A100_40GB:
+        coefficients = dataclasses.replace(coefficients, source=f"a100-80gb's fit at {gpu.mem_bytes_per_s / GIGA:,.0f} GB/s")
     return DeviceModel(get_model(MODEL), gpu, coefficients)
 
 

@@ -15,7 +15,7 @@ from bullet.config import DeviceConfig, get_gpu, get_model
 from bullet.device import DeviceCoefficients, DeviceModel, load_device
 from bullet.errors import ProfileError
 from bullet.fit_cli import fit_samples, waves_by_evidence
-from bullet.fit_source import MARK, write_page
+from bullet.fit_source import MARK, source_page, write_page
 from bullet.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
 from bullet.lookup import lookup
 from bullet.tables import Row, finalise, read_parquet, write_parquet
@@ -266,6 +266,7 @@ def test_shipped_fits_follow_from_shipped_samples_to_the_byte(gpu: str) -> None:
     rows, _ = read_parquet(SHIPPED[gpu] / "samples.parquet")
     again = fit_samples(rows, LLAMA)  # the SM axis is kept: its sources are not shipped
     assert again.to_json() == (SHIPPED[gpu] / "fit.json").read_text()
+    assert (SHIPPED[gpu] / "SOURCE.md").read_text().endswith(f"{MARK}\n{source_page(again, rows, LLAMA)}")
 
 
 @pytest.mark.skipif(not (DATA / "unlicensed").is_dir(), reason="the sweeps over SMs are not here")
@@ -273,6 +274,7 @@ def test_the_shipped_sm_axis_of_h100_follows_from_the_published_sweep() -> None:
     rows, _ = read_parquet(SHIPPED["h100"] / "samples.parquet")
     again = fit_samples(rows, LLAMA, sm_data=DATA / "unlicensed")
     assert again.to_json() == (SHIPPED["h100"] / "fit.json").read_text()
+    assert (SHIPPED["h100"] / "SOURCE.md").read_text().endswith(source_page(again, rows, LLAMA))
 
 
 def test_shipped_errors_are_what_was_aimed_at_or_explained() -> None:
