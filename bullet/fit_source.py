@@ -51,6 +51,11 @@ above it (boost clocks). For this GPU the tables themselves are the better devic
 
 MARK = "<!-- From here on written by bullet-profile fit. -->"
 """What stands above it in a SOURCE.md is somebody's own and stays."""
+CHANGED = """\
+## What was changed
+Published values are kept; milliseconds and microseconds became seconds, columns were renamed, rows of other shapes, types and
+degrees of parallelism left out, operations and least bytes of each row computed (bullet/importers.py).
+"""
 LICENCES = """\
 ## Licences
 Apache-2.0: the text is this repository's LICENSE. MIT, for the repositories so marked, copyright their authors:
@@ -113,5 +118,5 @@ def source_page(coefficients: DeviceCoefficients, rows: Sequence[Row], model: Mo
         lines += ["Reading them:", READING[gpu.name]]
     lines += ["## No measured row: extrapolated or assumed", *(f"- {text}" for text in notes["assumed"]), ""]
     if any(r["licence"] for r in rows):
-        lines += [LICENCES]
+        lines += [CHANGED, LICENCES]
     return "\n".join(lines)

@@ -79,7 +79,7 @@ def upstream(path: Path) -> str:
     if table == "all_reduce.parquet":
         return f"data/profiling/network/{first}/all_reduce.csv"
     if table == "attention.parquet":
-        return f"data/profiling/compute/{first}/{rest.partition('__')[0]}/attention.csv"
+        return f"data/profiling/compute/{first}/meta-llama/{rest.partition('__')[0]}-hf/attention.csv"
     if first == "RTX4090":
         return f"profiler/perf/RTX4090/meta-llama/{rest.partition('__')[0]}/bf16/tp1/{table}"
     return name

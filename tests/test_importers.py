@@ -243,8 +243,21 @@ def test_shipped_samples_are_licensed_checked_and_small(gpu: str) -> None:
 
 
 @pytest.mark.skipif(not (DATA / "kernels").is_dir(), reason="the measured tables are not here")
-def test_shipped_samples_are_those_of_the_public_tables() -> None:
-    assert importers.import_public("rtx4090", DATA) == read_parquet(ROOT / "profiles/rtx4090/llama-3.1-8b/samples.parquet")[0]
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100", "rtx4090"])
+def test_shipped_samples_are_those_of_the_public_tables(gpu: str) -> None:
+    assert importers.import_public(gpu, DATA) == read_parquet(ROOT / f"profiles/{gpu}/llama-3.1-8b/samples.parquet")[0]
+
+
+@pytest.mark.parametrize(("name", "path"), [
+    ("a100_sxm__vllm_0.14.0__gemm_perf.parquet",
+     "aic-core/src/aiconfigurator_core/systems/data/a100_sxm/gemm/vllm/0.14.0/gemm_perf.parquet"),
+    ("a100__Meta-Llama-3-8B__mlp.parquet", "data/profiling/compute/a100/meta-llama/Meta-Llama-3-8B/mlp.csv"),
+    ("a800__Llama-2-7b__attention.parquet", "data/profiling/compute/a800/meta-llama/Llama-2-7b-hf/attention.csv"),
+    ("h100_dgx__all_reduce.parquet", "data/profiling/network/h100_dgx/all_reduce.csv"),
+    ("RTX4090__Llama-3.1-8B__dense.csv.gz", "profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1/dense.csv"),
+])
+def test_a_row_names_the_file_where_it_was_published(name: str, path: str) -> None:
+    assert importers.upstream(Path(name)) == path
 
 
 def test_a_gpu_without_public_tables_and_a_folder_without_them(tmp_path: Path) -> None:
