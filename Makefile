@@ -17,6 +17,11 @@ GPU_PYTHON ?= python3
 BUDGET_S ?= 240
 OUT ?= runs/gpu
 GPU_ARGS ?=
+# The engine's share of BUDGET_S, after the co-run matrix: two fifths; 0: no engine, as where that is too little for a run.
+ENGINE_S ?= $(shell s=$$(($(BUDGET_S) * 2 / 5)); [ $$s -ge 60 ] && echo $$s || echo 0)
+# --foreground: the signal reaches the command once; it then ends its step, keeps its rows and closes the device.
+VALIDATE = timeout --foreground -s INT -k 20 $(1) $(GPU_PYTHON) -m bullet.run_cli validate --device cuda --budget-s $(1) \
+    $(filter --allow-busy,$(GPU_ARGS)) --out $(OUT)-engine-$$(date +%Y%m%d-%H%M%S)
 
 # Stamps: repeated only when the requirements change.
 $(VENV)/.base: pyproject.toml requirements/base.txt
@@ -64,13 +69,16 @@ test-triton39:
 	.venv-triton39/bin/python -m pip --disable-pip-version-check -q install --no-deps -e .
 	TRITON_DEFAULT_FP_FUSION=1 .venv-triton39/bin/python -m pytest tests/kernels
 
+# Check, co-run sweep, then the engine on this card under the policies of docs/runtime.md, all within BUDGET_S. Whatever
+# befalls the engine, the sweep's rows are there and the status is the sweep's. Without simpy the engine is only measured:
+# `bullet-run validate --from FOLDER` makes the table elsewhere.
 gpu:
-	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $(BUDGET_S) --out $(OUT) $(GPU_ARGS)
+	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $$(($(BUDGET_S) - $(ENGINE_S))) --out $(OUT) $(GPU_ARGS)
+	-@if [ $(ENGINE_S) -gt 0 ]; then $(call VALIDATE,$(ENGINE_S)); else echo "no engine: ENGINE_S = $(ENGINE_S)"; fi
 
-# After `make gpu`: the engine on this card under four policies, beside the simulator (docs/runtime.md). Without simpy
-# it only measures: run `bullet-run validate --from $(OUT)-validate` where simpy is.
+# The engine alone, with all of BUDGET_S.
 gpu-validate:
-	timeout -s INT $(BUDGET_S) $(GPU_PYTHON) -m bullet.run_cli validate --device cuda --out $(OUT)-validate
+	$(call VALIDATE,$(BUDGET_S))
 
 clean:
 	rm -rf $(VENV) $(TORCH_VENV) .venv-triton39

@@ -91,6 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     validate.add_argument("--policies", metavar="A,B,..", default=None, help="default: bullet and one of each other family")
     validate.add_argument("--num-requests", type=_whole, default=None, metavar="N", help="default 100 on a CPU, 60")
     validate.add_argument("--rate", type=_number, default=None, metavar="REQ/S", help="default: half of what the steps allow")
+    validate.add_argument("--budget-s", type=_number, default=None, metavar="S", help="be done within S seconds: "
+                          "fewer requests, then fewer policies")
     validate.add_argument("--from", type=Path, dest="source", metavar="DIR",
                           help="run nothing: simulate from the files of a validation and print its table")
     validate.set_defaults(handler=_validate)

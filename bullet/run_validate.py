@@ -20,18 +20,22 @@ import numpy as np
 
 from bullet.cli import _fresh, _safe
 from bullet.config import RunConfig, get_gpu, get_model, load_run_config, resolve_slo
-from bullet.errors import ConfigError, ResultsError
+from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.results import StepTable, create_folder, load_run, write_json, write_text
 from bullet.runtime.measured import MeasuredDevice, StepProfile
 from bullet.state import SplitTable
 from bullet.workload import Workload, load_workload
 
 CPU_POLICIES = "bullet,naive,sglang-64,vllm-256"
-GPU_POLICIES = "bullet,naive,sglang-1024,vllm-1024"
+GPU_POLICIES = "bullet,sglang-1024,vllm-1024,naive"
+"""In order of importance: a budget cuts the list at its end."""
 FIGURES = (("mean TTFT ms", "mean_ttft_ms"), ("P90 TTFT ms", "p90_ttft_ms"), ("mean TPOT ms", "mean_tpot_ms"),
            ("P90 TPOT ms", "p90_tpot_ms"), ("req/s", "request_throughput"), ("tokens/s", "output_throughput"))
 LOAD_SHARE = 0.5
 """Share of the machine's capacity, as its step times tell it, that the requests ask for."""
+CLOSING_S = 8.0
+"""Kept of a budget for closing the device and for the table. *Assumed*."""
+LEAST_REQUESTS = 8
 
 
 def validate(args: argparse.Namespace) -> int:
@@ -70,6 +74,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         raise ConfigError("--policies: names at least one")
     for name in names:
         policies.check_name(name)
+    if args.budget_s is not None and args.budget_s <= 0:
+        raise ConfigError(f"--budget-s {args.budget_s:g}: must be positive")
     base = run_cli.run_config(args)
     model = get_model(base.device.model)
     most = min(448 if cpu else 8704, model.context_tokens)
@@ -83,11 +89,17 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                       threads=args.threads, say=say) as opened:
         machine = opened.machine
         say(f"{machine.name}; partition: {machine.partition}")
+        began = time.monotonic()
         profile = measure_steps(opened, model, seed=base.seed, repeats=5 if cpu else 3)
+        steps_s = time.monotonic() - began
         write_text(folder / "steps.json", profile.to_json())
         say("step times taken")
         rate = args.rate or LOAD_SHARE * capacity(profile, cpu)
-        write_text(folder / "trace.csv", synthetic(args.num_requests or (100 if cpu else 60), rate, cpu, base.seed))
+        count = args.num_requests or (100 if cpu else 60)
+        if args.budget_s is not None:
+            names, count = fitting(names, count, rate, args.budget_s - CLOSING_S - (time.monotonic() - started))
+            say(f"within {args.budget_s:g} s: {count} requests each for {', '.join(names)}")
+        write_text(folder / "trace.csv", synthetic(count, rate, cpu, base.seed))
         config = dataclasses.replace(
             base, workload=dataclasses.replace(base.workload, trace=str(folder / "trace.csv"), arrivals="recorded",
                                                num_requests=None, rate_req_per_s=None),
@@ -99,9 +111,25 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             _, summary = run_cli.serve(one, workload, opened, profile, folder / "real" / _safe(name), args)
             say(f"{name}: {summary['completed']} of {summary['offered']} requests at {rate:.2f} req/s, mean TTFT "
                 f"{summary['mean_ttft_ms'] or 0:.0f} ms")
+        if args.budget_s is not None and args.budget_s - CLOSING_S - (time.monotonic() - started) < steps_s:
+            say("no time is left to take the step times again: the drift stays unknown")
+            return
         after = measure_steps(opened, model, seed=base.seed, repeats=3 if cpu else 1, corun_s=0.2)
         write_text(folder / "steps-after.json", after.to_json())
         say("step times taken again")
+
+
+def fitting(names: Sequence[str], count: int, rate: float, left_s: float) -> tuple[Sequence[str], int]:
+    """What ``left_s`` seconds allow: fewer requests for every policy, down to a few, then fewer policies.
+
+    A run is taken to last half as long again as its arrivals: the last requests are still served then.
+    """
+    for kept in range(len(names), 0, -1):
+        fit = int(rate * left_s / (1.5 * kept))
+        if fit >= min(count, LEAST_REQUESTS):
+            return names[:kept], min(count, fit)
+    raise ProfileError(f"--budget-s: {max(left_s, 0):.0f} s are left after the step times (kept in steps.json), too few for "
+                       f"{min(count, LEAST_REQUESTS)} requests at {rate:.2f} req/s: give more, or a higher --rate")
 
 
 LENGTHS = {True: ((16, 192), (2, 16)), False: ((128, 4096), (16, 256))}

@@ -12,6 +12,7 @@ from fake_engine import build, replay, workload
 
 from bullet import run_cli, run_validate
 from bullet.config import get_gpu, get_model, load_run_config
+from bullet.errors import ProfileError
 from bullet.results import RequestTable, StepTable
 from bullet.runtime.measured import MeasuredDevice, StepProfile, along
 
@@ -102,6 +103,17 @@ def test_validate_on_the_cpu_and_again_from_its_files(tmp_path, capsys):
     assert result["runs"][0]["prediction_error"][1] > 0
     assert run_cli.main(["validate", "--from", str(out)]) == 0
     assert json.loads((out / "validation.json").read_text()) == result
+
+
+def test_a_budget_takes_fewer_requests_then_fewer_policies():
+    """At 2 req/s, 1.5 times the arrivals' 0.5 s each: 100 s hold 133 requests, 33 for each of four, 8 in a 24th of it."""
+    names = ["a", "b", "c", "d"]
+    assert run_validate.fitting(names, 30, 2.0, 100.0) == (names, 30)
+    assert run_validate.fitting(names, 60, 2.0, 100.0) == (names, 33)
+    assert run_validate.fitting(names, 60, 2.0, 23.0) == (names[:3], 10)
+    assert run_validate.fitting(names, 3, 2.0, 3.0) == (names[:1], 3)
+    with pytest.raises(ProfileError, match="5 s are left .* too few for 8 requests at 2.00 req/s"):
+        run_validate.fitting(names, 60, 2.0, 5.0)
 
 
 def test_a_folder_that_is_no_validation_is_refused(tmp_path, capsys):
