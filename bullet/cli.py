@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -160,7 +161,8 @@ def _config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
 
 
 def _progress(total: int, label: str, quiet: bool, unit: str = "req") -> tuple[Callable[[int], None] | None, Callable[[], None]]:
-    if quiet or not sys.stderr.isatty():
+    # A GPU machine's own python (make gpu) need not have it.
+    if quiet or not sys.stderr.isatty() or find_spec("tqdm") is None:
         return None, lambda: None
     from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 

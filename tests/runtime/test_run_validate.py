@@ -112,7 +112,7 @@ def test_a_budget_takes_fewer_requests_then_fewer_policies():
     assert run_validate.fitting(names, 60, 2.0, 100.0) == (names, 33)
     assert run_validate.fitting(names, 60, 2.0, 23.0) == (names[:3], 10)
     assert run_validate.fitting(names, 3, 2.0, 3.0) == (names[:1], 3)
-    with pytest.raises(ProfileError, match="5 s are left .* too few for 8 requests at 2.00 req/s"):
+    with pytest.raises(ProfileError, match=r"5 s are left .* too few for 8 requests at 2\.00 req/s"):
         run_validate.fitting(names, 60, 2.0, 5.0)
 
 
