@@ -22,10 +22,28 @@ from bullet.config import RunConfig, from_mapping
 from bullet.errors import ResultsError
 from bullet.policies.base import Policy
 from bullet.runtime.driver import finish_lane, publish
-from bullet.state import DECODE, PREFILL, KvCache, Partition, Request, SplitTable, Step, SystemState
+from bullet.state import (
+    DECODE,
+    PREFILL,
+    Chunk,
+    DecodeStep,
+    HybridStep,
+    KvCache,
+    Partition,
+    PrefillStep,
+    Published,
+    Request,
+    SplitTable,
+    Step,
+    SystemState,
+    Wait,
+)
 
 SCHEMA = "bullet-record"
 VERSION = 1
+ANSWERS: Mapping[str, Any] = {kind.__name__: kind for kind in (
+    PrefillStep, DecodeStep, HybridStep, Wait, Chunk, Partition, Published)}
+"""What a decision is made of: nothing else that a file names is made."""
 
 
 def plain(value: Any) -> Any:
@@ -122,11 +140,14 @@ def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTa
     The recorded answer, not the fresh one, is carried out: one difference does not bring on the others.
     """
     header, events = read_record(path)
-    config = config_of(header)
-    splits = SplitTable(header["num_sms"], np.array(header["decode_sms"], dtype=np.int64))
-    n = splits.num_sms
-    state = SystemState(splits, KvCache(header["kv_blocks"]), header["num_layers"], Partition(n, n))
-    policy = make_policy(header, config, splits)
+    try:
+        config = config_of(header)
+        splits = SplitTable(header["num_sms"], np.array(header["decode_sms"], dtype=np.int64))
+        n = splits.num_sms
+        state = SystemState(splits, KvCache(header["kv_blocks"]), header["num_layers"], Partition(n, n))
+        policy = make_policy(header, config, splits)
+    except (AssertionError, LookupError, TypeError, ValueError) as exc:
+        raise ResultsError(f"{path}: its first line is no header ({type(exc).__name__}: {exc}): record the run again") from None
     answers: dict[str, Any] = {}
     flights: dict[str, Step] = {}
     ended: Step | None = None
@@ -161,6 +182,8 @@ def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTa
             elif kind == "observe":
                 assert ended is not None
                 policy.observe(ended, what[1])
+            else:
+                raise ValueError(f"unknown event {kind!r}")
     except (AssertionError, KeyError, LookupError, TypeError, ValueError) as exc:
         raise ResultsError(f"{path}: the events cannot be replayed ({type(exc).__name__}: {exc}): record the run again") from None
     return decisions, differences
@@ -168,9 +191,6 @@ def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTa
 
 def rebuilt(value: Any) -> Any:
     """:func:`plain` undone."""
-    from bullet import state as types
-
     if isinstance(value, dict):
-        kind = getattr(types, value["is"])
-        return kind(**{name: rebuilt(v) for name, v in value.items() if name != "is"})
+        return ANSWERS[value["is"]](**{name: rebuilt(v) for name, v in value.items() if name != "is"})
     return tuple(rebuilt(v) for v in value) if isinstance(value, list) else value

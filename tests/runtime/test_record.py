@@ -10,6 +10,7 @@ from fake_engine import build, replay, workload
 
 from bullet.errors import ResultsError
 from bullet.runtime import record
+from bullet.state import Partition, PrefillStep
 
 POLICIES = ("bullet", "bullet-literal", "static-6", "sglang-64", "vllm-256")
 
@@ -89,3 +90,23 @@ def test_bad_records_are_refused_and_a_cut_off_line_is_left_out(tmp_path):
         record.replay(path, fresh)
     with pytest.raises(ResultsError, match="cannot be read"):
         record.replay(tmp_path / "none.jsonl", fresh)
+    header, *events = text.splitlines()
+    for changed, words in (({"decode_sms": "abc"}, "its first line is no header .ValueError"),
+                           ({"arrival_s": []}, "cannot be replayed .IndexError")):
+        path.write_text("\n".join([json.dumps(json.loads(header) | changed), *events]) + "\n")
+        with pytest.raises(ResultsError, match=words):
+            record.replay(path, fresh)
+    path.write_text("\n".join([json.dumps({k: v for k, v in json.loads(header).items() if k != "kv_blocks"}), *events]) + "\n")
+    with pytest.raises(ResultsError, match="its first line is no header .KeyError: 'kv_blocks'"):
+        record.replay(path, fresh)
+    path.write_text("\n".join([header, '["surprise", 1]', *events]) + "\n")
+    with pytest.raises(ResultsError, match="unknown event 'surprise'"):
+        record.replay(path, fresh)
+
+
+def test_a_record_makes_answers_and_nothing_else():
+    """A name in a file is no reason to call what has it."""
+    step = PrefillStep(8, 2, (1, 2), target=Partition(4, 4))
+    assert record.rebuilt(record.plain(step)) == step
+    with pytest.raises(KeyError):
+        record.rebuilt({"is": "SystemState"})
