@@ -426,8 +426,10 @@ def _list(args: argparse.Namespace) -> int:
 
 def _kept(folder: Path | None) -> str:
     """What a stopped run left behind, for the one line that says so."""
-    if folder is None or not (folder / "summary.json").exists():
+    if folder is None or not folder.is_dir() or not any(folder.iterdir()):
         return "nothing was written"
+    if not (folder / "summary.json").exists():
+        return f"what was written is in {folder}/"
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if summary["complete"]:
         return f"finished runs are kept in {folder.parent}/"

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bullet.cli import FLAGS, _config, _fresh, _guarded, _number, _Parser, _print_paths, _progress, _stops_between_steps, _whole
 
@@ -100,8 +102,28 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 decisions differ, 2 the user's to repair, 130 interrupted."""
-    return _guarded("bullet-run", build_parser().parse_args(argv))
+    """Exit status: 0 done, 1 decisions differ, 2 the user's to repair, 130 Ctrl-C, 143 SIGTERM."""
+    args = build_parser().parse_args(argv)
+    with _terminates_as_interrupt(args):
+        return _guarded("bullet-run", args)
+
+
+@contextmanager
+def _terminates_as_interrupt(args: argparse.Namespace) -> Iterator[None]:
+    """Outside a run too (opening a device, step times) SIGTERM unwinds as Ctrl-C does: contexts are destroyed, and said."""
+    def stop(number: int, frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: a second one would strike the cleaning up
+        args.stopped_by = number
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ------------------------------------------------------------------------------------------------ replay

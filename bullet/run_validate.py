@@ -47,7 +47,7 @@ def validate(args: argparse.Namespace) -> int:
     else:
         folder = _fresh(args.out, f"validate-{args.device}")
         create_folder(folder)
-        args.kept = None
+        args.kept = folder
         measure(args, folder)
     if find_spec("simpy") is None:
         run_cli.say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
@@ -185,11 +185,13 @@ def compare(folder: Path) -> dict[str, Any]:
         raise ResultsError(f"{folder}/real: holds no run: is it the folder of bullet-run validate?")
     profile = StepProfile.from_json(folder / "steps.json")
     after = folder / "steps-after.json"
-    runs = []
+    runs, left_out, offered, seed = [], [], 0, 0
     for path in real:
         stored = load_run(path.parent)
         if not stored.summary["complete"]:
+            left_out.append(stored.config.policy.name)
             continue
+        offered, seed = stored.summary["offered"], stored.summary["seed"]
         config = load_run_config(path)
         trace = dataclasses.replace(config.workload, trace=str(folder / "trace.csv"))
         workload: Workload = load_workload(trace, config.seed)
@@ -208,9 +210,10 @@ def compare(folder: Path) -> dict[str, Any]:
                      "prediction_error": [summary["prediction_error_mean"], stored.summary["prediction_error_mean"]],
                      "completed": [summary["completed"], stored.summary["completed"]],
                      "steps": step_rows(outcome.steps, stored.steps, device)})
-    first = load_run(real[0].parent).summary
+    if not runs:
+        raise ResultsError(f"{folder}/real: no run came to its end: bullet-run validate again, into another folder")
     return {"hardware": profile.hardware, "partition": profile.partition, "model": profile.model,
-            "requests": first["offered"], "seed": first["seed"],
+            "requests": offered, "seed": seed, "left_out": left_out,
             "drift": drift(profile, StepProfile.from_json(after)) if after.exists() else None, "runs": runs}
 
 
@@ -279,6 +282,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
         if run["prediction_error"][1] is not None:
             cells = ("-" if v is None else f"{100 * v:.0f} %" for v in run["prediction_error"])
             lines.append(f"{run['policy']:<14} {'estimator err.':<14} " + " ".join(f"{c:>10}" for c in cells) + f" {'':>8}")
+    if result["left_out"]:
+        lines += ["", f"Left out, stopped before its end: {', '.join(result['left_out'])}"]
     lines += ["", "Steps by lane and SMs (the most frequent; median ms; same work: the step times at each real step's work)",
               f"{'policy':<14} {'lane':<8} {'SMs':>4} {'beside':<7} {'n sim':>6} {'n real':>6} {'sim':>8} {'real':>8} "
               f"{'error':>8} {'same work':>10}"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
+from contextlib import contextmanager
 
 import pytest
 
@@ -192,3 +194,31 @@ def test_lanes_that_take_turns_last_as_long_as_both():
 def test_step_times_survive_their_file(tmp_path):
     (tmp_path / "steps.json").write_text(PROFILE.to_json())
     assert StepProfile.from_json(tmp_path / "steps.json") == PROFILE
+
+
+@needs_torch
+@pytest.mark.parametrize(("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"),
+                                                      (signal.SIGTERM, 143, "stopped by SIGTERM")])
+def test_a_signal_before_the_first_run_unwinds_and_is_said(model, tmp_path, monkeypatch, capsys, number, status, said):
+    """While step times are taken no run has a handler yet: the machine is closed all the same, and the folder named."""
+    from bullet.runtime import machine
+
+    closed = []
+
+    @contextmanager
+    def opened(*args, **kwargs):
+        try:
+            with real(*args, **kwargs) as found:
+                yield found
+        finally:
+            closed.append(True)
+
+    real = machine.open_machine
+    monkeypatch.setattr(machine, "open_machine", opened)
+    monkeypatch.setattr(machine, "measure_steps", lambda *args, **kwargs: signal.raise_signal(number))
+    before = signal.getsignal(signal.SIGTERM)
+    out = tmp_path / "out"
+    assert run("steps", "--device", "cpu", "--model", model, "--out", out) == status
+    assert capsys.readouterr().err == f"bullet-run: {said}; nothing was written\n"
+    assert closed == [True]
+    assert signal.getsignal(signal.SIGTERM) is before

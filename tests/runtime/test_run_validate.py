@@ -104,6 +104,18 @@ def test_validate_on_the_cpu_and_again_from_its_files(tmp_path, capsys):
     assert run_cli.main(["validate", "--from", str(out)]) == 0
     assert json.loads((out / "validation.json").read_text()) == result
 
+    # A run that was stopped is left out by name; where none came to its end there is no table, and one line says so.
+    def stop(name):
+        (out / "real" / name / "summary.json").write_text(json.dumps({"complete": False, "why": "interrupted"}))
+
+    capsys.readouterr()
+    stop("bullet")
+    assert run_cli.main(["validate", "--from", str(out)]) == 0
+    assert "Left out, stopped before its end: bullet\n" in capsys.readouterr().out
+    stop("sglang-64")
+    assert run_cli.main(["validate", "--from", str(out)]) == 2
+    assert "no run came to its end" in capsys.readouterr().err
+
 
 def test_a_budget_takes_fewer_requests_then_fewer_policies():
     """At 2 req/s, 1.5 times the arrivals' 0.5 s each: 100 s hold 133 requests, 33 for each of four, 8 in a 24th of it."""
