@@ -99,6 +99,7 @@ def read_columns(path: Path, needed: Iterable[str]) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    rows: list[dict[str, Any]]
     try:
         if path.suffix == ".parquet":
             rows = pq.read_table(path).to_pylist()
@@ -180,7 +181,7 @@ def roofline_s(row: Mapping[str, Any], gpu: GpuSpec) -> float:
         return float(moved / gpu.link_bytes_per_s)
     share = row["sms"] / row["device_sms"]
     # Fewer SMs clock higher, but no part of a chip does the whole chip's work.
-    return max(flops / (gpu.peak_flops * min(1.0, 2 * share)), (moved - gpu.l2_bytes) / gpu.mem_bytes_per_s, 0.0)
+    return float(max(flops / (gpu.peak_flops * min(1.0, 2 * share)), (moved - gpu.l2_bytes) / gpu.mem_bytes_per_s, 0.0))
 
 
 def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4) -> GpuSpec:
@@ -344,10 +345,10 @@ def read_aiconfigurator_gemm(path: Path, model: ModelSpec, keep: Callable[[int, 
     """``gemm_perf`` of ai-dynamo/aiconfigurator: ms; bf16 rows whose (m, n, k) ``keep`` wants."""
     rows = []
     for i, raw, origin in _aiconfigurator(path, ("gemm_dtype", "m", "n", "k")):
-        shape = tuple(whole(raw, name, path, i) for name in "mnk")
-        if raw["gemm_dtype"] == "bfloat16" and keep(*shape):
+        m, n, k = (whole(raw, name, path, i) for name in "mnk")
+        if raw["gemm_dtype"] == "bfloat16" and keep(m, n, k):
             rows.append(make_row(origin, path, i, raw["device"], number(raw, "latency", path, i) * MILLI,
-                                 gemm_columns(*shape, model)))
+                                 gemm_columns(m, n, k, model)))
     return rows
 
 

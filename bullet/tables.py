@@ -125,7 +125,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
                 raise ProfileError(f"{where}: column {name!r} is missing")
         elif not isinstance(value, _TYPES[kind]) or (kind == "int" and isinstance(value, bool)):
             raise ProfileError(f"{where}: {name} = {value!r}: must be {kind}")
-        elif kind == "float" and not math.isfinite(value):
+        elif isinstance(value, float) and not math.isfinite(value):
             raise ProfileError(f"{where}: {name} = {value!r}: must be finite")
         full[name] = value
     return full
@@ -253,9 +253,9 @@ def finalise(rows: Sequence[Mapping[str, Any]], drift_limit: float = DRIFT_LIMIT
     for row in out:
         if row["kind"] == "anchor":
             anchors.setdefault(row["run"] or 0, []).append((row["order"] or 0, row["median_s"]))
-    centre = {run: statistics.median(s for _, s in found) for run, found in anchors.items()}
-    for found in anchors.values():
-        found.sort()
+    centre = {run: statistics.median(s for _, s in times) for run, times in anchors.items()}
+    for times in anchors.values():
+        times.sort()
     for row in out:
         found = anchors.get(row["run"] or 0)
         row["drift"], row["drift_ok"] = None, None

@@ -97,7 +97,7 @@ def test_bad_records_are_refused_and_a_cut_off_line_is_left_out(tmp_path):
         with pytest.raises(ResultsError, match=words):
             record.replay(path, fresh)
     path.write_text("\n".join([json.dumps({k: v for k, v in json.loads(header).items() if k != "kv_blocks"}), *events]) + "\n")
-    with pytest.raises(ResultsError, match="its first line is no header .KeyError: 'kv_blocks'"):
+    with pytest.raises(ResultsError, match=r"its first line is no header .KeyError: 'kv_blocks'"):
         record.replay(path, fresh)
     path.write_text("\n".join([header, '["surprise", 1]', *events]) + "\n")
     with pytest.raises(ResultsError, match="unknown event 'surprise'"):
