@@ -158,6 +158,11 @@ class CudaBench:
         self._anchor: Graph | None = None
         table.before_close.append(self.release)
 
+    @property
+    def device(self) -> Any:
+        """Where the workloads' tensors are; an engine's go there too."""
+        return self._shop.device
+
     # ---- the Bench interface -----------------------------------------------------------------------
 
     def allowed(self, point: Point) -> bool:

@@ -172,22 +172,30 @@ def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend:
 
     try:
         pairs: tuple[tuple[int, int], ...] = ()
+        enter = None
         if bench.backend == "green-context":
             report = run_check(bench.table, bench, bench.gpu)
+            if not report.proven and bench.enter_contexts():  # as the profiler does: once more with the contexts made current
+                again = run_check(bench.table, bench, bench.gpu)
+                if again.num_proven > report.num_proven:
+                    report, enter = again, bench.table.current
+                else:
+                    bench.leave_contexts()
             pairs = tuple(tuple(p.granted) for p in bench.table.pairs)
             note = f"green contexts, {report.num_proven} of {len(pairs)} splits proven by %smid"
             if not report.proven:
                 note += ": results on the others count as no partition"
             for line in report.lines():
                 say(line)
-        device = torch.device("cuda", 0)
+        device = torch.device(bench.device)
         dtype = torch.bfloat16 if bench.props.capability >= (8, 0) else torch.float16
         arch = dataclasses.replace(arch, dtype=dtype)
         weights = _weights(arch, folder, config.seed, device)
         kv_blocks = kv_blocks_that_fit(arch, bench.free_bytes(), RESERVE_BYTES, max_tokens)
         if config.device.kv_tokens is not None:
             kv_blocks = min(kv_blocks, config.device.kv_tokens // KV_BLOCK_TOKENS)
-        engine = Engine(arch, weights, Ops("triton"), kv_blocks=kv_blocks, max_tokens=max_tokens, device=device)
+        engine = Engine(arch, weights, Ops("triton"), kv_blocks=kv_blocks, max_tokens=max_tokens, device=device,
+                        enter=enter)
         plain = bench.plain.pairs[0]
         started = time.perf_counter()
         graphs = engine.capture([*(p.decode for p in bench.table.pairs if pairs), plain.decode])

@@ -224,7 +224,7 @@ class StandInEngine:
 
     fail = None
 
-    def __init__(self, arch, weights, ops, *, kv_blocks, max_tokens, device):
+    def __init__(self, arch, weights, ops, *, kv_blocks, max_tokens, device, enter=None):
         self.arch, self.ops, self.kv_blocks, self.max_tokens, self.device = arch, ops, kv_blocks, max_tokens, device
         self.lanes, self.closed = [], False
         StandInEngine.last = self
