@@ -28,6 +28,10 @@ from bullet.workload import Workload, stream
 CPU_KV_TOKENS = 32_768
 RESERVE_BYTES = 4 << 30
 """Left free on a GPU for activations, graphs and cuBLAS: *assumed*."""
+LONGEST_CORUN = 20
+"""How many times its window a co-run may last until each lane has ended three steps."""
+PROBE_TOKENS = 2048
+"""Largest prompt whose time is taken on every split: beyond, a few SMs take seconds."""
 BACKENDS = ("auto", "green-context", "none")
 
 
@@ -281,7 +285,8 @@ class _Steps:
         return statistics.median(seconds)
 
     def slowdowns(self, p: int, d: int, tokens: int, batch: int, context: int, seconds: float) -> tuple[float, float]:
-        """Both lanes kept busy for ``seconds``: median step of each over its median alone on the same SMs."""
+        """Both lanes kept busy for ``seconds``, longer where a lane has not yet ended three steps: median step of each over
+        its median alone on the same SMs."""
         lanes = self.machine.lane("prefill", p), self.machine.lane("decode", d)
         ids = [self.add(context) for _ in range(batch)]
         for i in ids:
@@ -290,8 +295,10 @@ class _Steps:
                  statistics.median(self.timed(lambda: self.engine.decode(ids, lanes[1])) for _ in range(5)))
         found: tuple[list[float], list[float]] = ([], [])
         prefill = decode = request = None
-        ends = self.clock() + seconds
-        while self.clock() < ends and len(found[1]) < self.engine.max_tokens - context - 8:
+        began, most = self.clock(), self.engine.max_tokens - context - 8
+        while (spent := self.clock() - began) < seconds or (min(map(len, found)) < 3 and spent < LONGEST_CORUN * seconds):
+            if len(found[1]) >= most:
+                break
             if prefill is None:
                 request = self.add(tokens)
                 prefill = self.engine.run_layers(self.engine.start_prefill([Chunk(request, tokens, 0)], lanes[0]), self.layers,
@@ -315,7 +322,7 @@ class _Steps:
         for i in ids:
             self.engine.remove(i)
         if min(map(len, found)) < 2:
-            raise ProfileError(f"step times on {p}+{d} SMs: fewer than 2 steps of a lane in {seconds:g} s")
+            raise ProfileError(f"step times on {p}+{d} SMs: fewer than 2 steps of a lane in {LONGEST_CORUN * seconds:g} s")
         return statistics.median(found[0][1:]) / alone[0], statistics.median(found[1][1:]) / alone[1]
 
 
@@ -336,7 +343,7 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
     batches = [b for b in batches if contexts and b * (-(-(contexts[-1] + 16) // KV_BLOCK_TOKENS)) <= blocks]
     if len(sizes) < 2 or len(contexts) < 2 or len(batches) < 2:
         raise ProfileError(f"step times: longest sequence of {engine.max_tokens} tokens and {machine.kv_blocks} KV blocks leave "
-                           "too few sizes to measure: raise device.kv_tokens or take longer requests")
+                           "too few sizes to measure: raise device.kv_tokens, take longer requests, or give --steps FILE")
     prefill_lane, decode_lane = machine.lane("prefill", n), machine.lane("decode", n)
 
     def median(tokens: int, lane: Any, past: int = 0) -> float:
@@ -368,9 +375,10 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
     pair_s = max(0.0, median(probe, prefill_lane, past) - prefill_s[sizes.index(probe)]) / (probe * past) if past > 0 else 0.0
 
     p_factors, d_factors, corun = [(n, 1.0)], [(n, 1.0)], []
-    big, batch, context = sizes[-1], batches[len(batches) // 2], contexts[len(contexts) // 2]
+    big = max([t for t in sizes if t <= PROBE_TOKENS] or sizes[:1])
+    batch, context = batches[len(batches) // 2], contexts[len(contexts) // 2]
     for p, d in opened.pairs:
-        p_factors.append((p, median(big, machine.lane("prefill", p)) / prefill_s[-1]))
+        p_factors.append((p, median(big, machine.lane("prefill", p)) / prefill_s[sizes.index(big)]))
         d_factors.append((d, steps.decode(batch, context, machine.lane("decode", d), repeats)
                           / decode_s[len(batches) // 2][len(contexts) // 2]))
         corun.append((p, d, *steps.slowdowns(p, d, big, batch, context, corun_s)))
