@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,25 @@ def assemble(arch: Architecture, fetch: Fetch) -> Weights:
 
 
 def require_room(arch: Architecture, device: torch.device, free_bytes: int | None = None) -> None:
-    """:class:`EngineError` where the weights exceed the device's free memory (CUDA; elsewhere nothing is known)."""
+    """:class:`EngineError` where the weights exceed the device's free memory; on a CPU all of it, as far as it is known."""
+    where = "GPU" if device.type == "cuda" else "machine"
     if free_bytes is None:
-        if device.type != "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _memory_bytes()
+        if free_bytes is None:
             return
-        free_bytes = torch.cuda.mem_get_info(device)[0]
     parameters = arch.spec.weight_bytes // arch.spec.dtype_bytes
     needed = parameters * arch.dtype.itemsize
     if needed > free_bytes:
         raise EngineError(f"weights of {arch.spec.name} need {needed / GIB:.1f} GiB and {free_bytes / GIB:.1f} are free: end "
-                          "other processes on the GPU, or choose a smaller model")
+                          f"other processes on the {where}, or choose a smaller model")
+
+
+def _memory_bytes() -> int | None:
+    """This machine's memory; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def random_weights(arch: Architecture, seed: int, device: torch.device) -> Weights:

@@ -250,3 +250,13 @@ def test_an_empty_and_a_missing_folder(tmp_path):
         load_safetensors(tmp_path / "m", arch, CPU)
     with pytest.raises(EngineError, match="no such folder"):
         load_safetensors(tmp_path / "nowhere", arch, CPU)
+
+
+def test_random_weights_beyond_this_machines_memory_are_refused_before_they_are_made(monkeypatch):
+    from bullet.config import get_model
+    from bullet.runtime import weights
+
+    arch = Architecture.of(get_model("tiny"), torch.float32)
+    monkeypatch.setattr(weights, "_memory_bytes", lambda: 1 << 20)
+    with pytest.raises(EngineError, match=r"weights of tiny need .* end other processes on the machine"):
+        weights.random_weights(arch, 0, torch.device("cpu"))
