@@ -811,7 +811,7 @@ def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: I
     cuda = torch.cuda
     if not cuda.is_available():
         why = "this torch was built without CUDA" if torch.version.cuda is None else "no GPU or no driver is visible"
-        raise ProfileError(f"no usable GPU ({why}): check nvidia-smi, or use another --device")
+        raise ProfileError(f"no usable GPU ({why}): check nvidia-smi, or use --device cpu")
     reader = CardReader.open()
     # On a second opening (after green contexts failed) we are on the card ourselves, under whatever id.
     others = [] if cuda.is_initialized() else reader.processes()
@@ -826,7 +826,7 @@ def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: I
         free, _ = cuda.mem_get_info()
     except RuntimeError as exc:
         raise ProfileError(f"the GPU cannot be used ({_one_line(exc)}): end other processes, check nvidia-smi, or use "
-                           "another --device") from None
+                           "--device cpu") from None
     props = Props(raw.name, raw.multi_processor_count, (raw.major, raw.minor), int(getattr(raw, "L2_cache_size", 0) or 60e6),
                   int(raw.total_memory))
     dtype = torch.bfloat16 if props.capability >= (8, 0) else torch.float16
