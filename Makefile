@@ -70,11 +70,12 @@ test-triton39:
 	TRITON_DEFAULT_FP_FUSION=1 .venv-triton39/bin/python -m pytest tests/kernels
 
 # Check, co-run sweep, then the engine on this card under the policies of docs/runtime.md, all within BUDGET_S. Whatever
-# befalls the engine, the sweep's rows are there and the status is the sweep's. Without simpy the engine is only measured:
-# `bullet-run validate --from FOLDER` makes the table elsewhere.
+# befalls the engine, the sweep's rows are there, its summary is printed last and the status is its own; what the engine
+# says goes to $(OUT)-engine.txt. Without simpy it is only measured: `bullet-run validate --from FOLDER` makes the table elsewhere.
 gpu:
 	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $$(($(BUDGET_S) - $(ENGINE_S))) --out $(OUT) $(GPU_ARGS)
-	-@if [ $(ENGINE_S) -gt 0 ]; then $(call VALIDATE,$(ENGINE_S)); else echo "no engine: ENGINE_S = $(ENGINE_S)"; fi
+	-@if [ $(ENGINE_S) -gt 0 ]; then $(call VALIDATE,$(ENGINE_S)) >> $(OUT)-engine.txt 2>&1; \
+	    echo "engine: exit status $$?, what it said is in $(OUT)-engine.txt"; else echo "no engine: ENGINE_S = $(ENGINE_S)"; fi
 
 # The engine alone, with all of BUDGET_S.
 gpu-validate:
