@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 .PHONY: gpu-validate demo test test-core test-torch test-triton39 lint gpu clean
 
 # For the tests that need torch: a CPU build, in an environment of its own (1.9 GB). Where plain `torch` is a CUDA build of
-# several gigabytes: make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# several gigabytes, name an index of CPU builds as pip takes it: make test TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
 TORCH_VENV := .venv-torch
 

@@ -74,18 +74,23 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which requests come when; `bullet-run` has the same."""
+    parser.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
+    parser.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
+    parser.add_argument("--rate", type=_number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
+    parser.add_argument("--time-scale", type=_number, metavar="X", help="recorded arrivals X times as fast")
+    parser.add_argument("--cv", type=_number, metavar="CV", help="coefficient of variation of gamma arrivals")
+    parser.add_argument("--num-requests", type=_whole, metavar="N", help="default 1000; with recorded arrivals, all")
+
+
 def _sim_parser() -> argparse.ArgumentParser:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
     parser = _Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
     commands = parser.add_subparsers(dest="command", metavar="run | compare | validate | list", required=True)
     common = _Parser(add_help=False)
-    common.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
-    common.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
-    common.add_argument("--rate", type=_number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
-    common.add_argument("--time-scale", type=_number, metavar="X", help="recorded arrivals X times as fast")
-    common.add_argument("--cv", type=_number, metavar="CV", help="coefficient of variation of gamma arrivals")
-    common.add_argument("--num-requests", type=_whole, metavar="N", help="default 1000; with recorded arrivals, all")
+    add_workload_arguments(common)
     common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
     common.add_argument("--gpu", help="a100-80gb (default), h100, h200, h20, rtx4090")
     common.add_argument("--device-model", choices=("fit", "table"), help="fit (default): coefficients; table: measured kernel "

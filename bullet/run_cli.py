@@ -18,7 +18,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from bullet.cli import FLAGS, _config, _fresh, _guarded, _number, _Parser, _print_paths, _progress, _stops_between_steps, _whole
+from bullet.cli import (
+    FLAGS,
+    _config,
+    _fresh,
+    _guarded,
+    _number,
+    _Parser,
+    _print_paths,
+    _progress,
+    _stops_between_steps,
+    _whole,
+    add_workload_arguments,
+)
 
 if TYPE_CHECKING:
     from bullet.config import GpuSpec, ModelSpec, RunConfig
@@ -70,12 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     device.add_argument("--quiet", action="store_true", help="no progress bar")
     device.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
     load = _Parser(add_help=False)
-    load.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
-    load.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
-    load.add_argument("--rate", type=_number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
-    load.add_argument("--time-scale", type=_number, metavar="X", help="recorded arrivals X times as fast")
-    load.add_argument("--cv", type=_number, metavar="CV", help="coefficient of variation of gamma arrivals")
-    load.add_argument("--num-requests", type=_whole, metavar="N", help="default 1000; with recorded arrivals, all")
+    add_workload_arguments(load)
     load.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
     replay = commands.add_parser("replay", parents=[device, load], help="serve a trace under one policy", **style)
     replay.add_argument("--policy", metavar="NAME", help="bullet (default), static-P, naive, sglang-N, vllm-N, file.py:Class")

@@ -43,6 +43,19 @@ def require_indices(kernel: str, **tensors: torch.Tensor) -> None:
                 f"{kernel}: {name} must be contiguous int32, is {tensor.dtype} with strides {tensor.stride()}")
 
 
+def require_paged(kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Queries (rows, H, D) and a paged cache (blocks, K, block_tokens, D) that attention can read together."""
+    require_tensors(kernel, q.dtype, q=q, k_cache=k_cache, v_cache=v_cache)
+    require(k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride(),
+            f"{kernel}: k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must agree, strides too")
+    _, heads, head_dim = q.shape
+    _, kv_heads, block_tokens, cached_dim = k_cache.shape
+    require(cached_dim == head_dim, f"{kernel}: head size {head_dim} of q, {cached_dim} of the cache")
+    require(16 <= head_dim <= 256, f"{kernel}: head size {head_dim} must be 16 to 256")
+    require(heads % kv_heads == 0, f"{kernel}: {heads} query heads must be a multiple of {kv_heads} KV heads")
+    require(block_tokens == power_of_two(block_tokens), f"{kernel}: block of {block_tokens} tokens: must be a power of two")
+
+
 def dot_in_fp32(dtype: torch.dtype) -> bool:
     """Whether a kernel must widen the operands of ``tl.dot``: interpreted, bf16 products are silently wrong."""
     return interpreted() and dtype == torch.bfloat16

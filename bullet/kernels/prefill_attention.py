@@ -32,7 +32,7 @@ from bullet.kernels.launch import (
     power_of_two,
     require,
     require_indices,
-    require_tensors,
+    require_paged,
 )
 
 PROGRAMS_PER_SM = 2
@@ -151,15 +151,7 @@ def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_t
     """Shapes and dtypes; values on the device are the caller's promise."""
     name = "prefill_attention"
     require(q.dim() == 3 and k_cache.dim() == 4, f"{name}: q must be (rows, H, D), caches (blocks, K, block_tokens, D)")
-    require_tensors(name, q.dtype, q=q, k_cache=k_cache, v_cache=v_cache)
-    require(k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride(),
-            f"{name}: k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must agree, strides too")
-    _, heads, head_dim = q.shape
-    require(k_cache.shape[3] == head_dim, f"{name}: head size {head_dim} of q, {k_cache.shape[3]} of the cache")
-    require(16 <= head_dim <= 256, f"{name}: head size {head_dim} must be 16 to 256")
-    require(heads % k_cache.shape[1] == 0, f"{name}: {heads} query heads must be a multiple of {k_cache.shape[1]} KV heads")
-    require(k_cache.shape[2] == power_of_two(k_cache.shape[2]), f"{name}: block of {k_cache.shape[2]} tokens: "
-                                                                "must be a power of two")
+    require_paged(name, q, k_cache, v_cache)
     require_indices(name, block_tables=block_tables, starts=starts, lengths=lengths)
     require(block_tables.dim() == 2 and len(block_tables) == len(lengths) == len(starts) - 1,
             f"{name}: {len(block_tables)} block tables, {len(lengths)} lengths, {len(starts)} starts (one more)")
