@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, compress
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,14 +73,13 @@ HAND_OVER = "hand-over"
 
 
 def order_statistic(slacks: NDArray[np.float64]) -> float:
-    """The slack whose sign says whether P90 (nearest rank) is inside its SLO; infinity for none."""
+    """The slack whose sign says whether P90 (nearest rank) is inside its SLO; infinity for none. Reorders its argument."""
     n = len(slacks)
     if n == 0:
         return math.inf
     index = n // 10  # n - ceil(0.9 n)
-    ordered = slacks.copy()
-    ordered.partition(index)
-    return float(ordered[index])
+    slacks.partition(index)
+    return float(slacks[index])
 
 
 def p90(values: NDArray[np.float64]) -> float:
@@ -142,6 +142,7 @@ class Bullet:
         self._forecast: _DecodeForecast | None = None
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
         self._table = np.empty((256, self.full + 1))  # a row for each prompt length: uncorrected seconds over splits
+        self._seconds: list[list[float]] = []  # the same as plain lists
         self._row_of: dict[int, int] = {}  # prompt length -> row
 
     # ---- the two lanes ---------------------------------------------------------------------------
@@ -388,34 +389,39 @@ class Bullet:
     # ---- the queue -------------------------------------------------------------------------------
 
     def _sort(self, state: SystemState, now_s: float, index: int) -> _Ranked:
-        """Q by least estimated latency under one split, with the readings of ``OPTIONS``."""
+        """Q by least estimated latency under one split, with the readings of ``OPTIONS``.
+
+        On plain lists: queues are mostly short, and then each numpy call costs more than the whole sort.
+        """
         queue = state.queue
-        if len(queue.requests) == 1:
-            self._ranked = self._rank_one(queue.version, queue.requests[0])
+        requests = queue.requests
+        if len(requests) == 1:
+            (first,) = requests
+            counts = None if first.first_token_s is None else [False]
+            self._ranked = _Ranked(queue.version, [0], [self._row_for(first.known_tokens)], [first.arrival_s],
+                                   [first.ttft_slo_s], counts)
             return self._ranked
         # Preempted requests stand at the front. Their first token is out, so that only TPOT is at stake: they go first.
         started = 0
-        while started < len(queue.requests) and queue.requests[started].first_token_s is not None:
+        while started < len(requests) and requests[started].first_token_s is not None:
             started += 1
-        rows = self._rows_for(queue.known_tokens)
-        order = np.arange(len(rows))
+        rows = [self._row_for(int(tokens)) for tokens in queue.known_tokens.tolist()]
+        arrival_s, ttft_slo_s = queue.arrival_s.tolist(), queue.ttft_slo_s.tolist()
+        order = list(range(len(rows)))
         if len(rows) - started > 1:
-            own = self._table[rows, index] * self.estimator.prefill_correction()[index]
-            waited = now_s - queue.arrival_s
-            order = self._rank(waited, own, queue.ttft_slo_s, started)
+            correction = float(self.estimator.prefill_correction()[index])
+            seconds = self._seconds
+            own = [seconds[row][index] * correction for row in rows]
+            waited = [now_s - at_s for at_s in arrival_s]
+            order = self._rank(waited, own, ttft_slo_s, started)
             if self.options["repair"] and self.options["order"] == "least":
-                slack = queue.ttft_slo_s - waited - self._ahead(state, now_s, index)
-                slack[:started] = math.inf
+                ahead_s = self._ahead(state, now_s, index)
+                slack = [math.inf] * started + [slo_s - waited_s - ahead_s for slo_s, waited_s
+                                                in zip(ttft_slo_s[started:], waited[started:], strict=True)]
                 order = self._repair(order, own, slack)
-        self._ranked = _Ranked(queue.version, order, rows[order], queue.arrival_s[order], queue.ttft_slo_s[order],
-                               order >= started if started else None)
+        self._ranked = _Ranked(queue.version, order, [rows[i] for i in order], [arrival_s[i] for i in order],
+                               [ttft_slo_s[i] for i in order], [i >= started for i in order] if started else None)
         return self._ranked
-
-    def _rank_one(self, version: int, request: Request) -> _Ranked:
-        """A queue of one, which is met most."""
-        counts = None if request.first_token_s is None else np.zeros(1, dtype=np.bool_)
-        return _Ranked(version, _FIRST, np.array([self._row_for(request.known_tokens)]), np.array([request.arrival_s]),
-                       np.array([request.ttft_slo_s]), counts)
 
     def _last_sorted(self, state: SystemState, now_s: float) -> _Ranked:
         """Q as last sorted, sorted anew if it has changed since."""
@@ -423,48 +429,44 @@ class Bullet:
             return self._ranked
         return self._sort(state, now_s, self._present_prefill(state))
 
-    def _rank(self, waited: NDArray[np.float64], own: NDArray[np.float64], slo: NDArray[np.float64],
-              started: int) -> NDArray[np.int64]:
+    def _rank(self, waited: list[float], own: list[float], slo: list[float], started: int) -> list[int]:
         """Positions of Q, which is in order of arrival, in order of service before the repair."""
-        places = np.arange(len(own))
         if self.options["order"] == "fcfs":
-            return places
-        first, rest = places[:started], places[started:]
+            return list(range(len(own)))
+        first, rest = list(range(started)), range(started, len(own))
         if self.options["order"] == "normalised":
-            urgency = (waited + own) / slo
-            return np.concatenate((first, rest[np.argsort(-urgency[rest], kind="stable")]))
-        late = (waited > slo)[rest]
-        if not late.any():
-            return np.concatenate((first, rest[np.argsort(own[rest], kind="stable")]))
-        timely, late_ones = rest[~late], rest[late]
-        timely = timely[np.argsort(own[timely], kind="stable")]
+            return first + sorted(rest, key=lambda i: -((waited[i] + own[i]) / slo[i]))
+        timely = sorted([i for i in rest if not waited[i] > slo[i]], key=own.__getitem__)
+        if len(timely) == len(rest):
+            return first + timely
+        late = [i for i in rest if waited[i] > slo[i]]
         if self.options["late_first"]:
-            return np.concatenate((first, late_ones, timely))
-        overdue = (waited > self.options["late_patience"] * slo)[late_ones]
-        return np.concatenate((first, late_ones[overdue], timely, late_ones[~overdue]))
+            return first + late + timely
+        patience = self.options["late_patience"]
+        overdue = [i for i in late if waited[i] > patience * slo[i]]
+        return first + overdue + timely + [i for i in late if not waited[i] > patience * slo[i]]
 
     @staticmethod
-    def _repair(order: NDArray[np.int64], own: NDArray[np.float64], slack: NDArray[np.float64]) -> NDArray[np.int64]:
+    def _repair(order: list[int], own: list[float], slack: list[float]) -> list[int]:
         """Each request in time by arrival order but not after the sort moves to the last place where it is.
 
         ``slack``: seconds that may pass until each one's first token. In order of arrival, each judged in the order
         as the moves before it left it.
         """
-        in_time = np.cumsum(own) <= slack
+        in_time = [end_s <= slack_s for end_s, slack_s in zip(accumulate(own), slack, strict=True)]
         judged = -1
         while True:
-            ends = np.cumsum(own[order])
-            broken = order[in_time[order] & (ends > slack[order])]
-            broken = broken[broken > judged]
-            if not len(broken):
+            ends = list(accumulate([own[i] for i in order]))
+            broken = [i for i, end_s in zip(order, ends, strict=True) if i > judged and end_s > slack[i] and in_time[i]]
+            if not broken:
                 return order
-            judged = int(broken.min())
-            at = int(np.flatnonzero(order == judged)[0])
-            starts = np.concatenate(([0.0], ends[: at - 1]))  # of the places before its own
-            able = np.flatnonzero(starts + own[judged] <= slack[judged])
-            if len(able):
-                to = int(able[-1])
-                order = np.concatenate((order[:to], [judged], order[to:at], order[at + 1 :]))
+            judged = min(broken)
+            at = order.index(judged)
+            own_s, slack_s = own[judged], slack[judged]
+            # ``ends[to - 1]``: when a place's turn comes; the first's comes at once.
+            to = next((to for to in range(at - 1, -1, -1) if (ends[to - 1] if to else 0.0) + own_s <= slack_s), None)
+            if to is not None:
+                order.insert(to, order.pop(at))
 
     def _pop(self, state: SystemState, ranked: _Ranked, index: int) -> list[Request]:
         """The head of Q, and more while a layer's flops per byte stay under the ridge point and whole prompts fit.
@@ -510,38 +512,33 @@ class Bullet:
         whole_s = self.estimator.prefill_at(batch.tokens, (seqs, state.decode_context_tokens) if seqs else None, index)
         return flying_s + whole_s * (batch.layers_left - flying) / batch.num_layers
 
-    def _ends(self, ranked: _Ranked, index: int) -> NDArray[np.float64]:
-        """Seconds from the start of Q until each of it, in its order, has its first token under one split."""
-        ends: NDArray[np.float64] = np.cumsum(self._table[ranked.rows, index])
-        ends *= self.estimator.prefill_correction()[index]
-        return ends
-
     def _queue_margin(self, ranked: _Ranked, now_s: float, index: int) -> float:
         """Seconds by which P90(ttft) over Q is inside its SLO under one split, no batch being ahead of it."""
-        if len(ranked.order) == 1 and ranked.counts is None:  # the same sum, for the queue that is met most
-            end_s = float(self._table[ranked.rows[0], index]) * float(self.estimator.prefill_correction()[index])
-            return float(ranked.arrival_s[0]) + float(ranked.ttft_slo_s[0]) - end_s - now_s
-        slack = ranked.arrival_s + ranked.ttft_slo_s - self._ends(ranked, index)
-        return order_statistic(slack if ranked.counts is None else slack[ranked.counts]) - now_s
+        correction, seconds = float(self.estimator.prefill_correction()[index]), self._seconds
+        ends_s = accumulate([seconds[row][index] for row in ranked.rows])
+        slacks = [arrival_s + slo_s - end_s * correction for arrival_s, slo_s, end_s
+                  in zip(ranked.arrival_s, ranked.ttft_slo_s, ends_s, strict=True)]
+        if ranked.counts is not None:
+            slacks = list(compress(slacks, ranked.counts))
+        # As order_statistic, for a list that is mostly short.
+        return (sorted(slacks)[len(slacks) // 10] if slacks else math.inf) - now_s
 
     def _queue_ratios(self, ranked: _Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
         """TTFT / SLO of everything in Q under one split, served after ``ahead_s`` seconds."""
-        ttft_s = now_s + ahead_s + self._ends(ranked, index) - ranked.arrival_s
-        ratios: NDArray[np.float64] = ttft_s / ranked.ttft_slo_s
+        rows, arrival_s, ttft_slo_s = ranked.arrays()
+        ends = np.cumsum(self._table[rows, index]) * self.estimator.prefill_correction()[index]
+        ratios: NDArray[np.float64] = (now_s + ahead_s + ends - arrival_s) / ttft_slo_s
         return ratios if ranked.counts is None else ratios[ranked.counts]
 
-    def _rows_for(self, tokens: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Rows of ``_table`` for these prompt lengths."""
-        return np.array([self._row_for(int(length)) for length in tokens.tolist()])
-
     def _row_for(self, length: int) -> int:
-        """Row of ``_table`` for a prompt length; a new one is filled in."""
+        """Row of ``_table`` and ``_seconds`` for a prompt length; a new one is filled in."""
         row = self._row_of.get(length)
         if row is None:
             row = self._row_of[length] = len(self._row_of)
             if row == len(self._table):
                 self._table = np.concatenate((self._table, np.empty_like(self._table)))
-            self._table[row] = self.estimator.prefill_base(length)
+            self._table[row] = base = self.estimator.prefill_base(length)
+            self._seconds.append(base.tolist())
         return row
 
     # ---- small questions -------------------------------------------------------------------------
@@ -561,19 +558,26 @@ def _first_token_s(request: Request) -> float:
     return request.first_token_s
 
 
-_FIRST = np.zeros(1, dtype=np.int64)
-"""The order of a queue of one."""
-
-
-class _Ranked(NamedTuple):
+class _Ranked:
     """Q in order of service: columns in that order. ``counts``: who has a TTFT left to miss (``None``: all)."""
 
-    version: int
-    order: NDArray[np.int64]  # positions in the queue
-    rows: NDArray[np.int64]
-    arrival_s: NDArray[np.float64]
-    ttft_slo_s: NDArray[np.float64]
-    counts: NDArray[np.bool_] | None
+    __slots__ = ("_arrays", "arrival_s", "counts", "order", "rows", "ttft_slo_s", "version")
+
+    def __init__(self, version: int, order: list[int], rows: list[int], arrival_s: list[float], ttft_slo_s: list[float],
+                 counts: list[bool] | None) -> None:
+        self.version = version
+        self.order = order  # positions in the queue
+        self.rows = rows
+        self.arrival_s = arrival_s
+        self.ttft_slo_s = ttft_slo_s
+        self.counts = counts
+        self._arrays: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Rows, arrivals and SLOs for a search over many splits, which a long queue makes dear."""
+        if self._arrays is None:
+            self._arrays = (np.array(self.rows), np.array(self.arrival_s), np.array(self.ttft_slo_s))
+        return self._arrays
 
 
 class _Forecast(Protocol):
