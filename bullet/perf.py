@@ -55,8 +55,8 @@ class Estimator(Protocol):
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
         """Whole prefill of that batch on each split; ``decode``: (sequences, context tokens) beside it, or none."""
 
-    def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
-        """``prefill_seconds(..)[index]``, cheaper."""
+    def prefill_line(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Callable[[int], float]:
+        """``prefill_seconds(..)`` as a function of the index, for a few of them: cheaper. Good until the next ``observe``."""
 
     def decode_line(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Callable[[int], float]:
         """``decode_seconds(..)`` as a function of the index, for a few of them: cheaper. Good until the next ``observe``."""
@@ -64,8 +64,8 @@ class Estimator(Protocol):
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt alone, before online correction."""
 
-    def prefill_correction(self) -> Array:
-        """Online correction now: ``prefill_seconds((t,), None) = prefill_base(t) * prefill_correction()``."""
+    def prefill_correction(self, index: int) -> float:
+        """Online correction now: ``prefill_seconds((t,), None)[i] = prefill_base(t)[i] * prefill_correction(i)``."""
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Array:
         """One iteration beside a prefill of that many tokens (0: alone); the last entry is alone on N."""
@@ -399,7 +399,18 @@ class Srm:
 
     def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
         """One element of :meth:`prefill_seconds`, to the last bit."""
-        return self._prefill_row(prompt_tokens)[1][index] * self._factor[PREFILL][self._bucket_of[PREFILL][index]]
+        return self.prefill_line(prompt_tokens, decode)(index)
+
+    def prefill_line(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Callable[[int], float]:
+        """The same for a few indices."""
+        found = self._prefill_rows.get(prompt_tokens)
+        row = self._prefill_row(prompt_tokens)[1] if found is None else found[1]
+        factor, bucket_of = self._factor[PREFILL], self._bucket_of[PREFILL]
+
+        def at(index: int) -> float:
+            return row[index] * factor[bucket_of[index]]
+
+        return at
 
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt, before online correction."""
@@ -474,9 +485,9 @@ class Srm:
                 self._bandwidth[PREFILL])
         return row
 
-    def prefill_correction(self) -> Array:
-        """Online correction of prefill on each split."""
-        return self.recalibration.over_splits(PREFILL)
+    def prefill_correction(self, index: int) -> float:
+        """Online correction of prefill on one split."""
+        return self._factor[PREFILL][self._bucket_of[PREFILL][index]]
 
     def _alpha_of_decode(self, num_seqs: int, context_tokens: int) -> Array:
         """alpha of decode alone, over splits."""
@@ -603,6 +614,10 @@ class Oracle(Srm):
     def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
         """One element of :meth:`prefill_seconds`."""
         return float(self.prefill_seconds(prompt_tokens, decode)[index])
+
+    def prefill_line(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Callable[[int], float]:
+        """The same for a few indices."""
+        return partial(self.prefill_at, prompt_tokens, decode)
 
     def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
         base: Array = self.device.prefill_seconds_all(self._prefill_work(prompt_tokens), self.splits, None) * self.error

@@ -522,6 +522,16 @@ class SystemState:
             context += request.known_tokens
         return context
 
+    def next_decode(self) -> tuple[int, int]:
+        """``decode_seqs`` and ``decode_context_tokens``, which every decision asks."""
+        decode, ready = self.decode, self.ready
+        context = decode._cached_offset + decode.size * (decode.iteration + 1)
+        if not ready:
+            return decode.size, context
+        for request in ready:
+            context += request.prompt_tokens + request.generated
+        return decode.size + len(ready), context
+
     def decode_growth_blocks(self) -> int:
         """Fresh KV blocks that the next decode iteration needs, merging requests included."""
         growth = self.decode.growth_blocks

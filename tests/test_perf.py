@@ -171,7 +171,7 @@ def test_one_element_equals_all_to_the_last_bit(seqs: int, mean: int, beside: in
         srm.observe(PREFILL, 96, 0.1, 0.08)
     assert srm.decode_at(seqs, seqs * mean, beside, index) == srm.decode_seconds(seqs, seqs * mean, beside)[index]
     assert srm.prefill_at((mean, 7), None, index) == srm.prefill_seconds((mean, 7), None)[index]
-    assert srm.prefill_at((mean,), None, index) == (srm.prefill_base(mean) * srm.prefill_correction())[index]
+    assert srm.prefill_at((mean,), None, index) == srm.prefill_base(mean)[index] * srm.prefill_correction(index)
     again = make()  # nothing cached yet
     if not learned:
         assert again.decode_at(seqs, seqs * mean, beside, index) == srm.decode_at(seqs, seqs * mean, beside, index)

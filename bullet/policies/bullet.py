@@ -118,6 +118,7 @@ class Bullet:
                               f"{legal[0]} to {legal[-1]} in the partition's steps")
         self.options = options
         self.estimator = context.estimator
+        self._learn = context.estimator.observe
         self.splits = context.splits
         self.num_sms = context.splits.num_sms
         self.full = context.splits.full
@@ -137,7 +138,7 @@ class Bullet:
         self._delay_until_s: float | None = None  # end of the delay that decode is in
         self._ranked: _Ranked | None = None  # Q as last sorted
         # Kept for speed: the same values would be computed anew.
-        self._limit_key: tuple[int, int, int, int | None] | None = None
+        self._limit_key: tuple[int, int, int, int] | int | None = None
         self._due_s = math.inf
         self._forecast: _DecodeForecast | None = None
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
@@ -153,22 +154,23 @@ class Bullet:
 
     def observe(self, step: Step, elapsed_s: float) -> None:
         """Online recalibration (section 3.2.4); steps meant to share SMs teach nothing, as no model here covers that."""
-        if step.predicted_s and step.reason not in (DELAYED, HAND_OVER):
-            lane = PREFILL if isinstance(step, PrefillStep) else DECODE
-            self.estimator.observe(lane, step.sms, step.predicted_s, elapsed_s)
+        predicted_s, reason = step.predicted_s, step.reason
+        if predicted_s and reason != DELAYED and reason != HAND_OVER:
+            self._learn(PREFILL if isinstance(step, PrefillStep) else DECODE, step.sms, predicted_s, elapsed_s)
 
     def _prefill(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
         present = self._present_prefill(state)
-        seqs, context = state.decode_seqs, state.decode_context_tokens
-        beside = (seqs, context) if seqs else None
+        seqs, context = beside = state.next_decode()
         popped: list[Request] = []
-        ttft: _Forecast
+        ttft: _Forecast | None = None
+        deadline_s = 0.0
         if batch is not None:
             # P runs and goes on: satisfied = every request of P meets its TTFT SLO under the present split.
             tokens, total_tokens, layers_left = batch.tokens, batch.total_tokens, batch.layers_left
-            ttft = _RunningBatch(self, state, batch, now_s, beside, layers_left / batch.num_layers, 0.0)
-            margin_s = ttft.margin(present)
+            whole = self.estimator.prefill_line(tokens, beside if seqs else None)
+            share, deadline_s = layers_left / batch.num_layers, batch.deadline_s
+            margin_s = deadline_s - now_s - share * whole(present)
         else:
             # Otherwise satisfied = P90 over Q as it is before the pop, re-estimated after the sort.
             ranked = self._sort(state, now_s, present)
@@ -176,105 +178,125 @@ class Bullet:
             margin_s = ttft.margin(present)
             popped = self._pop(state, ranked, present if seqs else self.full)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
-                return Wait(None, Published(ttft_margin_s=margin_s), Partition(0, self.num_sms), "kv-full")
-            tokens, layers_left = tuple([r.known_tokens for r in popped]), state.num_layers
+                return Wait(None, Published(margin_s), Partition(0, self.num_sms), "kv-full")
+            tokens, layers_left, share = tuple([r.known_tokens for r in popped]), state.num_layers, 1.0
             total_tokens = sum(tokens)
-        admit = tuple([r.id for r in popped])
-        published = Published(ttft_margin_s=margin_s)
+            whole = self.estimator.prefill_line(tokens, beside if seqs else None)
         layers = min(self.layers_per_step, layers_left)
-
-        def launch(sms: int, index: int, target: Partition, reason: str) -> PrefillStep:
-            predicted_s = self.estimator.prefill_at(tokens, beside, index) * layers / state.num_layers
-            return PrefillStep(sms, layers, admit, predicted_s, published, target, (), reason)
+        admit = tuple([r.id for r in popped]) if popped else ()
 
         if not self.partition:
-            return launch(self.num_sms, self.full, self._partitions[self.full], SHARED)
-        if not seqs:  # no decodes: p = N
-            return launch(self.num_sms, self.full, Partition(self.num_sms, 0), "no-decode")
-
-        step = self._decode_step(state, seqs, context, total_tokens)
-        limit_s = self._limit(state, now_s)
-        # The branch test reads what decode published, unless the batch it spoke of is gone: an empty one is satisfied.
-        tpot_margin_s = state.decode_published.tpot_margin_s
-        tpot_met = tpot_margin_s is None or tpot_margin_s >= 0 or not state.decode.size
-        kv_full = len(state.queue.requests) > len(popped) and self._kv_full(state, now_s, popped)
-        index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, step, limit_s, ttft, kv_full)
-        partition = self._partitions[index]
-        if reason == REDUCE_DECODE and DECODE not in state.in_flight and ttft.margin(index) < 0:
-            delayed = launch(self.num_sms, self.full, partition, DELAYED)
-            assert delayed.predicted_s is not None
-            if delayed.predicted_s <= self._delay(now_s, step.at(index), limit_s):
-                return delayed  # these layers have the device to themselves, as they end by decode's latest start
-        return launch(partition.prefill_sms, index, partition, reason)
+            sms, index, target, reason = self.num_sms, self.full, self._partitions[self.full], SHARED
+        elif not seqs:  # no decodes: p = N
+            sms, index, target, reason = self.num_sms, self.full, Partition(self.num_sms, 0), "no-decode"
+        else:
+            step = self._decode_step(state, seqs, context, total_tokens)
+            limit_s = self._limit(state, now_s)
+            # The branch test reads what decode published, unless the batch it spoke of is gone: an empty one is satisfied.
+            tpot_margin_s = state.decode_published.tpot_margin_s
+            tpot_met = tpot_margin_s is None or tpot_margin_s >= 0 or not state.decode.size
+            kv_full = len(state.queue.requests) > len(popped) and self._kv_full(state, now_s, popped)
+            found = self._reduce_decode(state, step, limit_s) if tpot_met and not kv_full else None
+            if found is not None:
+                index, reason = found, REDUCE_DECODE
+            else:
+                if ttft is None:  # here and not before: ReduceDecodeSM, which does without, is the rule
+                    assert batch is not None
+                    ttft = _RunningBatch(self, state, batch, now_s, beside, share, 0.0)
+                index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, step, limit_s, ttft, kv_full)
+            target = self._partitions[index]
+            sms = target.prefill_sms
+            if reason == REDUCE_DECODE and DECODE not in state.in_flight:
+                chosen_s = deadline_s - now_s - share * whole(index) if ttft is None else ttft.margin(index)
+                if chosen_s < 0 and whole(self.full) * layers / state.num_layers <= self._delay(now_s, step.at(index), limit_s):
+                    # These layers have the device to themselves, as they end by decode's latest start.
+                    sms, index, reason = self.num_sms, self.full, DELAYED
+        return PrefillStep(sms, layers, admit, whole(index) * layers / state.num_layers, Published(margin_s), target, (), reason)
 
     def _decode(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
-        seqs, context = state.decode_seqs, state.decode_context_tokens
-        victims = decode_victims(state)
+        seqs, context = state.next_decode()
+        victims = () if state.kv.free_blocks >= seqs else decode_victims(state)  # a sequence takes one block at most
         if victims and len(victims) >= seqs:
             assert batch is not None, f"one request outgrew the KV cache: {seqs} decoding"
             return Wait(reason="kv-full")  # P holds the blocks, until its last layer
         step = self._decode_step(state, seqs, context, batch.total_tokens if batch is not None else 0, victims)
         limit_s = self._limit(state, now_s)
         tpot_margin_s = limit_s - step.at(self._present_decode(state))
-        published = Published(tpot_margin_s=tpot_margin_s)
-        flight = state.in_flight.get(PREFILL)
-
-        def launch(sms: int, index: int, target: Partition, reason: str) -> DecodeStep:
-            self._delay_until_s = None
-            return DecodeStep(sms, step.at(index), published, target, victims, reason)
+        published = Published(None, tpot_margin_s)
 
         if batch is None:  # no prefill work: d = N
             target = Partition(0, self.num_sms) if self.partition else self._partitions[self.full]
-            return launch(self.num_sms, self.full, target, "no-prefill")
+            return self._launch_decode(self.num_sms, step.at(self.full), published, target, victims, "no-prefill")
 
+        flight = state.in_flight.get(PREFILL)
         flying_s, layers = 0.0, batch.layers_left
         if flight is not None and isinstance(flight.step, PrefillStep):
             flying_s = flight.remaining_s(now_s)
             layers -= flight.step.layers
         ttft = _RunningBatch(self, state, batch, now_s, (seqs, context), layers / batch.num_layers, flying_s)
         if self.partition:
-            ttft_margin_s = state.prefill_published.ttft_margin_s
-            satisfied = ttft_margin_s is None or ttft_margin_s >= 0
             kv_full = bool(state.queue.requests) and self._kv_full(state, now_s, [])
-            index, reason = self._choose(state, now_s, satisfied, tpot_margin_s >= 0, step, limit_s, ttft, kv_full)
-            if self._tail_is_short(state, ttft.left(index), index, step.at(index), kv_full):
-                return launch(self.num_sms, self.full, self._partitions[index], HAND_OVER)
+            found = self._reduce_decode(state, step, limit_s) if tpot_margin_s >= 0 and not kv_full else None
+            if found is not None:
+                index, reason = found, REDUCE_DECODE
+            else:
+                ttft_margin_s = state.prefill_published.ttft_margin_s
+                satisfied = ttft_margin_s is None or ttft_margin_s >= 0
+                index, reason = self._choose(state, now_s, satisfied, tpot_margin_s >= 0, step, limit_s, ttft, kv_full)
+            step_s = step.at(index)
+            if self._tail_is_short(state, ttft.left(index), index, step_s, kv_full):
+                full_s = step.at(self.full)
+                return self._launch_decode(self.num_sms, full_s, published, self._partitions[index], victims, HAND_OVER)
         else:
             index, reason = self.full, SHARED
-        partition = self._partitions[index]
-        if reason in (REDUCE_DECODE, SHARED) and not victims and (layers or state.queue.requests):
+            step_s = step.at(index)
+        target = self._partitions[index]
+        if (reason == REDUCE_DECODE or reason == SHARED) and not victims and (layers or state.queue.requests):
             # Delayed decode: as prefill's launch in flight decided it, or decided here until prefill's next launch,
             # which must come in time to use the SMs.
-            delay_s = self._delay(now_s, step.at(index), limit_s)
-            decided = flight is not None and flight.step.reason == DELAYED
-            usable = flying_s < delay_s or (flight is not None and flight.step.sms == self.num_sms)
-            if delay_s > 0 and (decided or (usable and ttft.margin(index) < 0)):
-                if self._delay_until_s is None:
-                    self._delay_until_s = now_s + self.delay_limit_s
-                return Wait(now_s + delay_s, published, partition, DELAYED)
-        return launch(partition.decode_sms, index, partition, reason)
+            delay_s = self._delay(now_s, step_s, limit_s)
+            if delay_s > 0:
+                decided = flight is not None and flight.step.reason == DELAYED
+                usable = flying_s < delay_s or (flight is not None and flight.step.sms == self.num_sms)
+                if decided or (usable and ttft.margin(index) < 0):
+                    if self._delay_until_s is None:
+                        self._delay_until_s = now_s + self.delay_limit_s
+                    return Wait(now_s + delay_s, published, target, DELAYED)
+        return self._launch_decode(target.decode_sms, step_s, published, target, victims, reason)
+
+    def _launch_decode(self, sms: int, predicted_s: float, published: Published, target: Partition,
+                       victims: tuple[int, ...], reason: str) -> DecodeStep:
+        self._delay_until_s = None
+        return DecodeStep(sms, predicted_s, published, target, victims, reason)
 
     # ---- the branches of Algorithm 1 -------------------------------------------------------------
 
+    def _cap(self, limit_s: float) -> float:
+        """How long the next decode step may be."""
+        return self.tpot_slo_s if self.cap_next_step and self.tpot_slo_s < limit_s else limit_s
+
+    def _reduce_decode(self, state: SystemState, step: _DecodeForecast, limit_s: float) -> int | None:
+        """ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO."""
+        if self.fixed is not None:
+            return None
+        present = self._index_of.get(state.target.decode_sms, self.full)
+        return step.first_within(self._cap(limit_s), self.floor, present if present < self.full else self.full - 1)
+
     def _choose(self, state: SystemState, now_s: float, satisfied: bool, tpot_met: bool, step: _DecodeForecast,
                 limit_s: float, ttft: _Forecast, kv_full: bool) -> tuple[int, str]:
-        """Index of the split and the branch that chose it."""
+        """Index of the split and the branch that chose it, where ReduceDecodeSM found none."""
         if self.fixed is not None:
             return self.fixed, "fixed"
         if kv_full:
             return self._free_kv(ttft), "kv-full"
-        cap_s = min(limit_s, self.tpot_slo_s) if self.cap_next_step else limit_s
         if tpot_met:
-            # ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO.
             present = self._present_decode(state)
-            found = step.first_within(cap_s, self.floor, min(present, self.full - 1))
-            if found is not None:
-                return found, REDUCE_DECODE
             if self.floor <= present < self.full:
                 return present, "keep"
         elif satisfied:
             # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
+            cap_s = self._cap(limit_s)
             in_time = ttft.met(self.floor, self.full)
             both = (step.all()[self.floor : self.full] <= cap_s) & in_time
             first = int(both.argmax())
@@ -345,7 +367,7 @@ class Bullet:
         if mode == "batch":
             return not waiting or kv_full
         for request in waiting:
-            left_s += self.estimator.prefill_at((request.known_tokens,), None, index)
+            left_s += self.estimator.prefill_line((request.known_tokens,), None)(index)
             if left_s >= step_s:
                 return False
         return True
@@ -364,7 +386,7 @@ class Bullet:
                         else state.decode.cached(request) + 1)
         # What prefill expects of the next iteration while one is in flight, decode asks again when that ends.
         last = self._forecast
-        if last is None or (last.seqs, last.context_tokens, last.prefill_tokens) != (seqs, context, prefill_tokens):
+        if last is None or last.context_tokens != context or last.seqs != seqs or last.prefill_tokens != prefill_tokens:
             last = self._forecast = _DecodeForecast(self.estimator, seqs, context, prefill_tokens)
         return last
 
@@ -378,7 +400,7 @@ class Bullet:
         flight = state.in_flight.get(DECODE)
         ahead_s = 0.0 if flight is None else flight.remaining_s(now_s)
         iteration = running.iteration + (0 if flight is None else 1)
-        key = (running.version, len(ready), ready[-1].id, iteration) if ready else (running.version, 0, 0, None)
+        key = (running.version, len(ready), ready[-1].id, iteration) if ready else running.version
         if key != self._limit_key:
             due_s = running.first_token_s + slo * running.generated_offset  # and one SLO more each iteration
             if ready:
@@ -409,7 +431,7 @@ class Bullet:
         arrival_s, ttft_slo_s = queue.arrival_s.tolist(), queue.ttft_slo_s.tolist()
         order = list(range(len(rows)))
         if len(rows) - started > 1:
-            correction = float(self.estimator.prefill_correction()[index])
+            correction = self.estimator.prefill_correction(index)
             seconds = self._seconds
             own = [seconds[row][index] * correction for row in rows]
             waited = [now_s - at_s for at_s in arrival_s]
@@ -508,13 +530,13 @@ class Bullet:
         flight = state.in_flight.get(PREFILL)
         flying_s = 0.0 if flight is None else flight.remaining_s(now_s)
         flying = flight.step.layers if flight is not None and isinstance(flight.step, PrefillStep) else 0
-        seqs = state.decode_seqs
-        whole_s = self.estimator.prefill_at(batch.tokens, (seqs, state.decode_context_tokens) if seqs else None, index)
+        beside = state.next_decode()
+        whole_s = self.estimator.prefill_line(batch.tokens, beside if beside[0] else None)(index)
         return flying_s + whole_s * (batch.layers_left - flying) / batch.num_layers
 
     def _queue_margin(self, ranked: _Ranked, now_s: float, index: int) -> float:
         """Seconds by which P90(ttft) over Q is inside its SLO under one split, no batch being ahead of it."""
-        correction, seconds = float(self.estimator.prefill_correction()[index]), self._seconds
+        correction, seconds = self.estimator.prefill_correction(index), self._seconds
         ends_s = accumulate([seconds[row][index] for row in ranked.rows])
         slacks = [arrival_s + slo_s - end_s * correction for arrival_s, slo_s, end_s
                   in zip(ranked.arrival_s, ranked.ttft_slo_s, ends_s, strict=True)]
@@ -526,7 +548,7 @@ class Bullet:
     def _queue_ratios(self, ranked: _Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
         """TTFT / SLO of everything in Q under one split, served after ``ahead_s`` seconds."""
         rows, arrival_s, ttft_slo_s = ranked.arrays()
-        ends = np.cumsum(self._table[rows, index]) * self.estimator.prefill_correction()[index]
+        ends = np.cumsum(self._table[rows, index]) * self.estimator.prefill_correction(index)
         ratios: NDArray[np.float64] = (now_s + ahead_s + ends - arrival_s) / ttft_slo_s
         return ratios if ranked.counts is None else ratios[ranked.counts]
 
@@ -626,16 +648,18 @@ class _DecodeForecast:
 class _RunningBatch:
     """P runs: every request of P must be in time. ``share`` of its layers is to launch after ``flying_s`` in flight."""
 
-    __slots__ = ("batch", "beside", "flying_s", "now_s", "policy", "share", "state")
+    __slots__ = ("batch", "beside", "flying_s", "now_s", "policy", "share", "state", "whole")
 
     def __init__(self, policy: Bullet, state: SystemState, batch: PrefillBatch, now_s: float,
                  beside: tuple[int, int] | None, share: float, flying_s: float) -> None:
         self.policy, self.state, self.batch, self.now_s = policy, state, batch, now_s
         self.beside, self.share, self.flying_s = beside, share, flying_s
+        #: Seconds of all its layers under one split, by its index.
+        self.whole = policy.estimator.prefill_line(batch.tokens, beside)
 
     def left(self, index: int) -> float:
         """Seconds until P is done under one split."""
-        return self.flying_s + self.share * self.policy.estimator.prefill_at(self.batch.tokens, self.beside, index)
+        return self.flying_s + self.share * self.whole(index)
 
     def margin(self, index: int) -> float:
         return self.batch.deadline_s - self.now_s - self.left(index)

@@ -57,14 +57,14 @@ class Tabulated:
     def prefill_seconds(self, prompt_tokens, decode):
         return sum(prompt_tokens) / P
 
-    def prefill_at(self, prompt_tokens, decode, index):
-        return float(sum(prompt_tokens) / P[index])
+    def prefill_line(self, prompt_tokens, decode):
+        return lambda index: float(sum(prompt_tokens) / P[index])
 
     def prefill_base(self, prompt_tokens):
         return prompt_tokens / P
 
-    def prefill_correction(self):
-        return np.ones(6)
+    def prefill_correction(self, index):
+        return 1.0
 
     def decode_seconds(self, num_seqs, context_tokens, prefill_tokens):
         return self.step
