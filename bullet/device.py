@@ -207,7 +207,7 @@ class StepWork:
         self.fixed_s = fixed_s
         self.flops = flops
         self.bytes = bytes_
-        # The last answer of solo_seconds: a step is timed against several co-runners on the same SMs.
+        # The last answer of solo_seconds, if answers are kept: a step is timed against several co-runners on the same SMs.
         self.solo_sms = 0
         self.solo_s = 0.0
 
@@ -257,6 +257,7 @@ class DeviceModel:
         self._host_gap_s = c.host_gap_s
         self._num_layers = model.num_layers
         self._inverse_effective: dict[float, float] = {}
+        self._last_corun: tuple[StepWork | None, StepWork | None, int, int, tuple[float, float]] = (None, None, 0, 0, (0.0, 0.0))
         self._decode_lines: dict[tuple[int, int], tuple[float, float, float, float, float, float]] = {}
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
         #: All tiles' rows are multiples of it.
@@ -441,7 +442,7 @@ class DeviceModel:
 
     def solo_seconds(self, work: StepWork, sms: int) -> float:
         """The step alone on ``sms`` SMs, the others idle."""
-        if work.solo_sms == sms and self.cache:
+        if work.solo_sms == sms:
             return work.solo_s
         rate, inverse = self._rate[sms], self._inverse_bandwidth[sms]
         dense, head = work.dense, work.head
@@ -457,7 +458,8 @@ class DeviceModel:
         if head is not None:
             head_s = head.solo_s.get(sms)
             seconds += self._row_solo(head, sms) if head_s is None else head_s
-        work.solo_sms, work.solo_s = sms, seconds
+        if self.cache:
+            work.solo_sms, work.solo_s = sms, seconds
         return seconds
 
     def _inverse_of(self, effective_sms: float) -> float:
@@ -518,6 +520,9 @@ class DeviceModel:
         On shared SMs prefill gets ``shared_prefill_share`` of the time: a lane's effective SMs shrink, its waves are
         still counted on the SMs it holds.
         """
+        last = self._last_corun
+        if last[0] is decode and last[1] is prefill and last[2] == d and last[3] == p:
+            return last[4]  # prefill's next layers beside the same decode step
         n = self.num_sms
         shared = p + d - n
         if shared > 0:
@@ -531,11 +536,14 @@ class DeviceModel:
         else:
             p_rate = d_rate = self._rate[p + d]
             p_inverse, d_inverse = self._inverse_bandwidth[p], self._inverse_bandwidth[d]
-            p_solo = self.solo_seconds(prefill, p)
-            d_solo = self.solo_seconds(decode, d)
+            p_solo = prefill.solo_s if prefill.solo_sms == p else self.solo_seconds(prefill, p)
+            d_solo = decode.solo_s if decode.solo_sms == d else self.solo_seconds(decode, d)
         p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo)
-        return (self._corun_seconds(prefill, p, p_rate, p_inverse * p_slow),
+        both = (self._corun_seconds(prefill, p, p_rate, p_inverse * p_slow),
                 self._corun_seconds(decode, d, d_rate, d_inverse * d_slow))
+        if self.cache:
+            self._last_corun = (decode, prefill, d, p, both)
+        return both
 
     def _slowdowns(self, use_a: float, use_b: float) -> tuple[float, float]:
         """``s`` of two lanes that would alone draw ``use_a`` and ``use_b`` bytes/s."""
@@ -549,8 +557,9 @@ class DeviceModel:
         else:
             grant_a = grant_b = peak / 2
         loss = self.loss / peak
-        slow_a = use_a / (grant_a * max(0.05, 1 - loss * grant_b)) if use_a else 1.0
-        slow_b = use_b / (grant_b * max(0.05, 1 - loss * grant_a)) if use_b else 1.0
+        left_a, left_b = 1 - loss * grant_b, 1 - loss * grant_a
+        slow_a = use_a / (grant_a * (left_a if left_a > 0.05 else 0.05)) if use_a else 1.0
+        slow_b = use_b / (grant_b * (left_b if left_b > 0.05 else 0.05)) if use_b else 1.0
         return slow_a, slow_b
 
     # ---- all splits at once, for the oracle --------------------------------------------------------

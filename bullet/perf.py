@@ -23,6 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import exp, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -108,7 +109,6 @@ class Recalibration:
     """
 
     BUCKETS = 8
-    MEAN = BUCKETS + 1
 
     def __init__(self, splits: SplitTable, *, enabled: bool = True, weight: float = 0.1) -> None:
         self.enabled = enabled
@@ -116,48 +116,61 @@ class Recalibration:
         self.num_sms = splits.num_sms
         own = {PREFILL: np.append(splits.prefill_sms, splits.num_sms),
                DECODE: np.append(splits.decode_sms, splits.num_sms)}
-        self._buckets = {phase: [self.bucket(int(s)) for s in sms] for phase, sms in own.items()}
-        #: Where each split, and the whole device last, finds its correction: its bucket's, until that is observed the mean.
-        self.bucket_of = {phase: [self.MEAN] * len(buckets) for phase, buckets in self._buckets.items()}
-        self._log: dict[str, list[float | None]] = {p: [None] * (self.BUCKETS + 1) for p in (PREFILL, DECODE)}
-        self._mean = {PREFILL: 0.0, DECODE: 0.0}
-        #: Corrections: read one at a time far more often than over all splits.
-        self.factor = {p: [1.0] * (self.MEAN + 1) for p in (PREFILL, DECODE)}
-        self._unseen = dict.fromkeys((PREFILL, DECODE), self.BUCKETS + 1)
-        self._arrays: dict[str, Array | None] = {PREFILL: None, DECODE: None}
-
-    def over_splits(self, phase: str) -> Array:
-        """Corrections over all splits; not to be written to."""
-        array = self._arrays[phase]
-        if array is None:
-            array = self._arrays[phase] = np.array(self.factor[phase])[self.bucket_of[phase]]
-        return array
+        self.of = {phase: Correction([self.bucket(int(s)) for s in sms], self.BUCKETS + 1) for phase, sms in own.items()}
 
     def bucket(self, sms: int) -> int:
         """Eighths of the device, and the whole device by itself."""
         return self.BUCKETS if sms >= self.num_sms else sms * self.BUCKETS // self.num_sms
+
+    def over_splits(self, phase: str) -> Array:
+        """Corrections over all splits; not to be written to."""
+        own = self.of[phase]
+        if own.array is None:
+            own.array = np.array(own.factor)[own.bucket_of]
+        return own.array
 
     def observe(self, phase: str, sms: int, predicted_s: float, elapsed_s: float) -> None:
         """Learn from one step."""
         if not self.enabled or predicted_s <= 0 or elapsed_s <= 0:
             return
         bucket = self.BUCKETS if sms >= self.num_sms else sms * self.BUCKETS // self.num_sms
-        logs, mean, weight = self._log[phase], self._mean[phase], self.weight
+        own, weight = self.of[phase], self.weight
         # The first observation of a bucket corrects what it was predicted with: the phase's mean.
-        before = logs[bucket]
-        after = (mean if before is None else before) + weight * math.log(elapsed_s / predicted_s)
-        logs[bucket] = after
-        mean += weight * (after - mean)
-        self._mean[phase] = mean
-        factor = self.factor[phase]
-        factor[bucket] = math.exp(after)
-        self._arrays[phase] = None
+        before, mean = own.logs[bucket], own.mean
+        after = (mean if before is None else before) + weight * log(elapsed_s / predicted_s)
+        own.logs[bucket] = after
+        own.mean = mean = mean + weight * (after - mean)
+        own.factor[bucket] = exp(after)
+        own.array = None
         if before is None:
-            self._unseen[phase] -= 1
-            self.bucket_of[phase][:] = [bucket if own == bucket else found for own, found in
-                                        zip(self._buckets[phase], self.bucket_of[phase], strict=True)]
-        if self._unseen[phase]:
-            factor[self.MEAN] = math.exp(mean)
+            own.seen(bucket)
+        if own.unseen:
+            own.factor[-1] = exp(mean)
+
+
+class Correction:
+    """Of one phase: ``factor[bucket_of[i]]`` corrects split ``i``, and the whole device last.
+
+    ``buckets``: each split's own; ``bucket_of``: the same, or -1, where the phase's mean is, until that is observed.
+    """
+
+    __slots__ = ("array", "bucket_of", "buckets", "factor", "logs", "mean", "unseen")
+
+    def __init__(self, buckets: list[int], count: int) -> None:
+        self.buckets = buckets
+        self.bucket_of = [-1] * len(buckets)
+        self.logs: list[float | None] = [None] * count
+        self.factor = [1.0] * (count + 1)  # read one at a time far more often than over all splits
+        self.mean = 0.0
+        self.unseen = count
+        self.array: Array | None = None
+
+    def seen(self, bucket: int) -> None:
+        """The first observation of a bucket: its splits leave the mean."""
+        self.unseen -= 1
+        for split, own in enumerate(self.buckets):
+            if own == bucket:
+                self.bucket_of[split] = bucket
 
 
 # ---------------------------------------------------------------------------------------- published form
@@ -220,7 +233,9 @@ class Srm:
         self.blind = blind
         self.error = error
         self.recalibration = Recalibration(splits, enabled=recalibrate)
-        self._factor, self._bucket_of = self.recalibration.factor, self.recalibration.bucket_of
+        self._prefill_correction, self._decode_correction = (self.recalibration.of[phase] for phase in (PREFILL, DECODE))
+        #: Online recalibration (section 3.2.4).
+        self.observe = self.recalibration.observe
         n = splits.num_sms
         self._own = {PREFILL: np.append(splits.prefill_sms, n), DECODE: np.append(splits.decode_sms, n)}
         self._compute = {phase: gpu.peak_flops * own / n for phase, own in self._own.items()}
@@ -234,6 +249,7 @@ class Srm:
         self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
         self._decode_rows: dict[tuple[int, int], tuple[Array, Array, list[float], list[float]]] = {}
         self._octaves: dict[int, int] = {}
+        self._last_line: tuple[tuple[int, int], tuple[list[float], ...]] = ((0, 0), ())
         self._calibrate(samples)
 
     # ---- calibration -----------------------------------------------------------------------------
@@ -405,7 +421,7 @@ class Srm:
         """The same for a few indices."""
         found = self._prefill_rows.get(prompt_tokens)
         row = self._prefill_row(prompt_tokens)[1] if found is None else found[1]
-        factor, bucket_of = self._factor[PREFILL], self._bucket_of[PREFILL]
+        factor, bucket_of = self._prefill_correction.factor, self._prefill_correction.bucket_of
 
         def at(index: int) -> float:
             return row[index] * factor[bucket_of[index]]
@@ -487,7 +503,8 @@ class Srm:
 
     def prefill_correction(self, index: int) -> float:
         """Online correction of prefill on one split."""
-        return self._factor[PREFILL][self._bucket_of[PREFILL][index]]
+        own = self._prefill_correction
+        return own.factor[own.bucket_of[index]]
 
     def _alpha_of_decode(self, num_seqs: int, context_tokens: int) -> Array:
         """alpha of decode alone, over splits."""
@@ -531,9 +548,14 @@ class Srm:
 
     def decode_line(self, num_seqs: int, context_tokens: int, prefill_tokens: int) -> Callable[[int], float]:
         """The same for a few indices."""
-        _, _, row, per_token = self._decode_row(num_seqs, prefill_tokens)
-        _, _, first, slope = self._alpha_row(num_seqs, prefill_tokens > 0)
-        factor, bucket_of = self._factor[DECODE], self._bucket_of[DECODE]
+        key, lists = self._last_line
+        if key != (num_seqs, prefill_tokens):  # the context alone changes from one iteration to the next
+            _, _, row, per_token = self._decode_row(num_seqs, prefill_tokens)
+            _, _, first, slope = self._alpha_row(num_seqs, prefill_tokens > 0)
+            lists = row, per_token, first, slope
+            self._last_line = (num_seqs, prefill_tokens), lists
+        row, per_token, first, slope = lists
+        factor, bucket_of = self._decode_correction.factor, self._decode_correction.bucket_of
         mean_tokens = context_tokens / num_seqs
 
         def at(index: int) -> float:
@@ -573,10 +595,6 @@ class Srm:
     def ridge(self, index: int) -> float:
         """C_p / D_p."""
         return float(self._compute[PREFILL][index] / self._bandwidth[PREFILL][index])
-
-    def observe(self, phase: str, sms: int, predicted_s: float, elapsed_s: float) -> None:
-        """Online recalibration (section 3.2.4)."""
-        self.recalibration.observe(phase, sms, predicted_s, elapsed_s)
 
 
 class Oracle(Srm):

@@ -200,7 +200,7 @@ def test_learning_does_not_oscillate() -> None:
     learner = Recalibration(SPLITS)
     factors = []
     for _ in range(100):
-        factor = learner.factor[DECODE][learner.bucket(12)]
+        factor = learner.of[DECODE].factor[learner.bucket(12)]
         factors.append(factor)
         learner.observe(DECODE, 12, 0.2 * factor, 0.1)  # the truth is half of what is predicted
     assert np.all(np.diff(factors) <= 0)

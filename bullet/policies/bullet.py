@@ -70,6 +70,8 @@ REDUCE_DECODE = "reduce-decode"
 SHARED = "shared"
 DELAYED = "delayed-decode"
 HAND_OVER = "hand-over"
+SHARING = frozenset({DELAYED, HAND_OVER})
+DELAYABLE = frozenset({REDUCE_DECODE, SHARED})
 
 
 def order_statistic(slacks: NDArray[np.float64]) -> float:
@@ -155,7 +157,7 @@ class Bullet:
     def observe(self, step: Step, elapsed_s: float) -> None:
         """Online recalibration (section 3.2.4); steps meant to share SMs teach nothing, as no model here covers that."""
         predicted_s, reason = step.predicted_s, step.reason
-        if predicted_s and reason != DELAYED and reason != HAND_OVER:
+        if predicted_s and reason not in SHARING:
             self._learn(PREFILL if isinstance(step, PrefillStep) else DECODE, step.sms, predicted_s, elapsed_s)
 
     def _prefill(self, state: SystemState, now_s: float) -> Decision:
@@ -252,7 +254,7 @@ class Bullet:
             index, reason = self.full, SHARED
             step_s = step.at(index)
         target = self._partitions[index]
-        if (reason == REDUCE_DECODE or reason == SHARED) and not victims and (layers or state.queue.requests):
+        if reason in DELAYABLE and not victims and (layers or state.queue.requests):
             # Delayed decode: as prefill's launch in flight decided it, or decided here until prefill's next launch,
             # which must come in time to use the SMs.
             delay_s = self._delay(now_s, step_s, limit_s)
