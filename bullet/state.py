@@ -525,7 +525,7 @@ class SystemState:
     def next_decode(self) -> tuple[int, int]:
         """``decode_seqs`` and ``decode_context_tokens``, which every decision asks."""
         decode, ready = self.decode, self.ready
-        context = decode._cached_offset + decode.size * (decode.iteration + 1)
+        context = decode.context_tokens
         if not ready:
             return decode.size, context
         for request in ready:

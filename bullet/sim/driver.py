@@ -81,11 +81,12 @@ Recorder = Callable[[str, tuple[Any, ...]], None]
 class _Lane:
     """One lane: what it may launch, and the target and published estimates as it sees them.
 
-    Its own decisions it sees at once, the other lane's after a delay.
+    Its own decisions it sees at once, the other lane's after a delay. The last writer wins, by the decision's number: two
+    lanes may decide at one instant, yet one of them was last.
     """
 
-    __slots__ = ("decode_published", "last_sms", "name", "noise", "other", "pending", "prefill_published", "step_type", "target",
-                 "wait_until_s", "written")
+    __slots__ = ("last_sms", "name", "noise", "other", "own", "pending", "seen", "step_type", "target", "wait_until_s",
+                 "written")
 
     def __init__(self, name: str, target: Partition, noise: _Noise | None) -> None:
         self.name = name
@@ -96,19 +97,19 @@ class _Lane:
         self.wait_until_s = INFINITY
         self.target = target
         self.written = 0
-        self.prefill_published = Published()
-        self.decode_published = Published()
-        self.pending: deque[tuple[float, int, str, Published | None, Partition | None]] = deque()
+        self.own = self.seen = Published()  # what it published itself, and what it has seen of the other
+        #: What the other lane decided: when it can be seen, the decision's number, what it published, its target.
+        self.pending: deque[tuple[float, int, Published | None, Partition | None]] = deque()
 
-    def write(self, number: int, writer: str, published: Published | None, target: Partition | None) -> None:
-        """Last writer wins, by the decision's number: two lanes may decide at one instant, yet one of them was last."""
-        if target is not None and number > self.written:
-            self.target, self.written = target, number
-        if published is not None:
-            if writer == PREFILL:
-                self.prefill_published = published
-            else:
-                self.decode_published = published
+    def look(self, now_s: float) -> None:
+        """See what the other lane has decided by now."""
+        pending = self.pending
+        while pending and pending[0][0] <= now_s:
+            _, number, published, target = pending.popleft()
+            if target is not None and number > self.written:
+                self.target, self.written = target, number
+            if published is not None:
+                self.seen = published
 
 
 class _Noise:
@@ -170,6 +171,7 @@ class Simulation:
         self.delay_s = config.device.publish_delay_s
         self.reconfigure_s = config.device.reconfigure_s
         self.custom = is_custom(config.policy.name)
+        self.debug = config.debug
         self.legal_sms = {int(sms) for sms in (*splits.prefill_sms, *splits.decode_sms)}
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
         self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
@@ -220,10 +222,9 @@ class Simulation:
     def _boundary_of_two(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
         gpu, state = self.gpu, self.state
-        gpu.account(now)
         flight = gpu.prefill
         if flight is not None and flight.end_s <= now:
-            gpu.prefill = None
+            gpu.end(PREFILL, now)
             for request in state.finish_prefill(now):
                 self._emit_first(request, now)
                 if request.generated >= self.outputs[request.id]:
@@ -232,7 +233,7 @@ class Simulation:
             self._ended(flight, PREFILL, now)
         flight = gpu.decode
         if flight is not None and flight.end_s <= now:
-            gpu.decode = None
+            gpu.end(DECODE, now)
             finished = self.finish_at.pop(state.decode.iteration + 1, ())
             self._emit_iteration(now)
             state.finish_decode(finished)
@@ -243,27 +244,32 @@ class Simulation:
             self._arrivals(now)
         prefill, decode = self.lanes
         if gpu.prefill is None and (state.prefill is not None or state.queue.requests):
+            if prefill.pending:
+                prefill.look(now)
+            state.target, state.prefill_published, state.decode_published = prefill.target, prefill.own, prefill.seen
             step = self._decide(prefill, now)
             if step is not None:
                 self._launch(prefill, step, now)
         if gpu.decode is None and (state.decode.size or state.ready):
+            if decode.pending:
+                decode.look(now)
+            state.target, state.prefill_published, state.decode_published = decode.target, decode.seen, decode.own
             step = self._decide(decode, now)
             if step is not None:
                 self._launch(decode, step, now)
         at = gpu.settle(now)
         if gpu.prefill is None or gpu.decode is None:
             at = min(at, self.next_arrival_s, prefill.wait_until_s, decode.wait_until_s)
-        if self.config.debug:
+        if self.debug:
             state.check()
         self._schedule(at)
 
     def _boundary_of_one(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
         gpu, state = self.gpu, self.state
-        gpu.account_hybrid(now)
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
-            gpu.hybrid = None
+            gpu.end_hybrid(now)
             self._finish_hybrid(flight.step, now)
             self._ended(flight, HYBRID, now)
         if self.next_arrival_s <= now:
@@ -274,7 +280,7 @@ class Simulation:
             if step is not None:
                 self._launch(lane, step, now)
         flight = gpu.hybrid
-        if self.config.debug:
+        if self.debug:
             state.check()
         self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
 
@@ -309,22 +315,13 @@ class Simulation:
     # ---- deciding --------------------------------------------------------------------------------
 
     def _decide(self, lane: _Lane, now: float) -> PrefillStep | DecodeStep | HybridStep | None:
-        """Show the policy the state as this lane sees it now, and ask; ``None``: it waits."""
-        state = self.state
-        if self.two_lanes:
-            pending = lane.pending
-            while pending and pending[0][0] <= now:
-                _, number, writer, published, target = pending.popleft()
-                lane.write(number, writer, published, target)
-            state.target = lane.target
-            state.prefill_published = lane.prefill_published
-            state.decode_published = lane.decode_published
+        """Ask the policy, and publish its answer; ``None``: it waits."""
         started = perf_counter()
-        decision: Decision = self.policy.next_step(lane.name, state, now)
+        decision: Decision = self.policy.next_step(lane.name, self.state, now)
         self.decision_wall_s += perf_counter() - started
-        self.decisions += 1
+        self.decisions = number = self.decisions + 1
         if self.record is not None:
-            self.record("next_step", (lane.name, state, now, decision))
+            self.record("next_step", (lane.name, self.state, now, decision))
         if now - self.stalled_at < INSTANT_S or self.preemptions_since_token > STALL_DECISIONS:
             self._guard(now)
         else:
@@ -334,8 +331,16 @@ class Simulation:
         if type(decision) is not lane.step_type and not isinstance(decision, Wait):
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane.name} was answered {decision!r}: "
                               f"must be a {lane.step_type.__name__} or a Wait")
-        if self.two_lanes and (decision.published is not None or decision.target is not None):
-            self._publish(lane, decision.published, decision.target, now)
+        if self.two_lanes:
+            published, target = decision.published, decision.target
+            if target is not None:
+                if target != lane.target:
+                    self.split_changes += 1
+                    lane.target = target
+                lane.written = number
+            if published is not None:
+                lane.own = published
+            lane.other.pending.append((now + self.delay_s, number, published, target))
         if isinstance(decision, Wait):
             if decision.until_s is not None:
                 if decision.until_s <= now:
@@ -344,21 +349,6 @@ class Simulation:
                 self._guard_waits(lane.name)
             return None
         return decision
-
-    def _publish(self, lane: _Lane, published: Published | None, target: Partition | None, now: float) -> None:
-        """Its own decision a lane sees at once, and being the last it wins."""
-        number = self.decisions
-        if target is not None:
-            if target != lane.target:
-                self.split_changes += 1
-                lane.target = target
-            lane.written = number
-        if published is not None:
-            if lane.name == PREFILL:
-                lane.prefill_published = published
-            else:
-                lane.decode_published = published
-        lane.other.pending.append((now + self.delay_s, number, lane.name, published, target))
 
     def _launch_guarded(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         """For a user's policy: what its step breaks is its mistake, told in one line."""
@@ -387,38 +377,33 @@ class Simulation:
         return self.reconfigure_s if last and last != sms else 0.0
 
     def _begin_two(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
-        state, gpu = self.state, self.gpu
+        state, gpu, kv = self.state, self.gpu, self.state.kv
         sms = step.sms
-        if not 0 < sms <= self.gpu.num_sms:
+        if not 0 < sms <= gpu.num_sms:
             raise self._no_such_sms(sms)
         if step.preempt:
             self._make_room(step.preempt, now)
         queue_length = len(state.queue.requests)
-        prefill_tokens = seqs = context = first_layer = 0
-        layers = state.num_layers
+        extra_s = 0.0 if sms == lane.last_sms else self._extra_s(lane, sms)
+        factor = 1.0 if lane.noise is None else lane.noise.next()
+        self.waits_since_launch = 0
+        target_p, target_d = step.target or state.target
         if isinstance(step, DecodeStep):
             self.merged = state.begin_decode(step, now)
             for request in self.merged:
                 self._expect_end(request)
             seqs, context = state.decode.size, state.decode.context_tokens
-            work = self.device.decode_work(seqs, context)
-        else:
-            assert isinstance(step, PrefillStep)
-            work = self._begin_prefill(step, now)
-            batch = state.prefill
-            assert batch is not None
-            prefill_tokens, first_layer, layers = batch.total_tokens, batch.layers_done, step.layers
-        extra_s = 0.0 if sms == lane.last_sms else self._extra_s(lane, sms)
-        self.waits_since_launch = 0
-        kv = state.kv
-        target_p, target_d = step.target or state.target
-        flight = Flight(step, work, now, extra_s, 1.0 if lane.noise is None else lane.noise.next(),
-                        (prefill_tokens, seqs, context, first_layer, layers, queue_length, kv.total_blocks - kv.free_blocks,
-                         target_p, target_d))
-        if lane.name == DECODE:
-            gpu.decode = flight
-        else:
-            gpu.prefill = flight
+            gpu.decode = Flight(step, self.device.decode_work(seqs, context), now, extra_s, factor,
+                                (0, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks,
+                                 target_p, target_d))
+            return
+        assert isinstance(step, PrefillStep)
+        work = self._begin_prefill(step, now)
+        batch = state.prefill
+        assert batch is not None
+        gpu.prefill = Flight(step, work, now, extra_s, factor,
+                             (batch.total_tokens, 0, 0, batch.layers_done, step.layers, queue_length,
+                              kv.total_blocks - kv.free_blocks, target_p, target_d))
 
     def _begin_one(self, lane: _Lane, step: Any, now: float) -> None:
         state, device = self.state, self.device
@@ -689,10 +674,11 @@ def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, 
         steps, requests = StepTable.from_cells(sink.steps), RequestTable.from_cells(sink.requests)
     tpot_slo_s = config.slo.tpot_s
     assert tpot_slo_s is not None
+    span_s = run.now_s - (run.arrivals[0] if run.arrivals else 0.0)
     return RunOutcome(
         config=config, system=config.policy.name, steps=steps, requests=requests,
-        itl_s=np.array(run.itl_s), itl_counts=np.array(run.itl_counts), sm_seconds=run.gpu.sm_seconds,
-        span_s=run.now_s - (run.arrivals[0] if run.arrivals else 0.0), num_sms=run.gpu.num_sms,
+        itl_s=np.array(run.itl_s), itl_counts=np.array(run.itl_counts), sm_seconds=run.gpu.sm_seconds(span_s),
+        span_s=span_s, num_sms=run.gpu.num_sms,
         kv_blocks=run.state.kv.total_blocks, split_changes=run.split_changes, decisions=run.decisions,
         decision_wall_s=run.decision_wall_s, tpot_slo_s=tpot_slo_s,
         device={"gpu": config.device.gpu, "model": config.device.model, "source": run.device.source,

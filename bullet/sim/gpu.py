@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from bullet.device import DeviceModel
-from bullet.state import Step
+from bullet.state import DECODE, HYBRID, PREFILL, Step
 
 INFINITY = float("inf")
 
@@ -82,22 +82,44 @@ class SimulatedGpu:
         self.prefill: Flight | None = None
         self.decode: Flight | None = None
         self.hybrid: HybridFlight | None = None
-        self._held_s: dict[tuple[int, int, int], float] = {}  # seconds, by the SMs that prefill, decode, hybrid held
-        self._accounted_s = -1.0
+        #: SM-seconds that ended flights of each lane held, and what two flights held beyond N together.
+        self.held_sm_s = {PREFILL: 0.0, DECODE: 0.0, HYBRID: 0.0}
+        self.shared_sm_s = 0.0
         self._timed: tuple[Flight | None, Flight | None] = (None, None)
 
-    @property
-    def sm_seconds(self) -> dict[str, float]:
-        """SM-seconds so far."""
-        books = {"prefill_only": 0.0, "decode_only": 0.0, "hybrid": 0.0, "shared": 0.0, "idle": 0.0}
-        for (p, d, hybrid), span in self._held_s.items():
-            shared = max(0, p + d - self.num_sms)
-            books["prefill_only"] += (p - shared) * span
-            books["decode_only"] += (d - shared) * span
-            books["hybrid"] += hybrid * span
-            books["shared"] += shared * span
-            books["idle"] += (self.num_sms - (p + d - shared) - hybrid) * span
-        return books
+    def sm_seconds(self, span_s: float) -> dict[str, float]:
+        """SM-seconds of ``span_s`` seconds by use (I5), once nothing is in flight."""
+        shared = self.shared_sm_s
+        prefill, decode, hybrid = self.held_sm_s.values()
+        return {"prefill_only": prefill - shared, "decode_only": decode - shared, "hybrid": hybrid, "shared": shared,
+                "idle": self.num_sms * span_s - (prefill + decode - shared) - hybrid}
+
+    def end(self, lane: str, now_s: float) -> Flight:
+        """The flight of one of two lanes ends: take it down, and book what it held, alone and beside the other."""
+        if lane == PREFILL:
+            flight, other = self.prefill, self.decode
+            self.prefill = None
+        else:
+            flight, other = self.decode, self.prefill
+            self.decode = None
+        assert flight is not None
+        start_s, sms = flight.start_s, flight.sms
+        self.held_sm_s[lane] += sms * (now_s - start_s)
+        if other is not None:
+            together_s = now_s - (start_s if start_s > other.start_s else other.start_s)
+            flight.corun_s += together_s
+            other.corun_s += together_s
+            excess = sms + other.sms - self.num_sms
+            if excess > 0:
+                self.shared_sm_s += excess * together_s
+        return flight
+
+    def end_hybrid(self, now_s: float) -> HybridFlight:
+        """The same for the one lane of a lock-step system."""
+        flight, self.hybrid = self.hybrid, None
+        assert flight is not None
+        self.held_sm_s[HYBRID] += flight.sms * (now_s - flight.start_s)
+        return flight
 
     def settle(self, now_s: float) -> float:
         """Time anew what changed its co-runner; returns when the next step ends, infinity if nothing runs."""
@@ -119,31 +141,3 @@ class SimulatedGpu:
                     alone.retime(now_s, self.device.solo_seconds(alone.work, alone.sms))
         end_s = INFINITY if a is None else a.end_s
         return end_s if b is None or end_s < b.end_s else b.end_s
-
-    def account(self, now_s: float) -> None:
-        """Book the time since the last call: to be called before flights change."""
-        span = now_s - self._accounted_s
-        if span == 0.0:
-            return
-        first, self._accounted_s = self._accounted_s < 0.0, now_s
-        if first:
-            return
-        a, b = self.prefill, self.decode
-        if a is None:
-            key = (0, 0 if b is None else b.sms, 0)
-        elif b is None:
-            key = (a.sms, 0, 0)
-        else:
-            a.corun_s += span
-            b.corun_s += span
-            key = (a.sms, b.sms, 0)
-        held = self._held_s
-        held[key] = held.get(key, 0.0) + span
-
-    def account_hybrid(self, now_s: float) -> None:
-        """The same for the one lane of a lock-step system."""
-        span = now_s - self._accounted_s
-        if self._accounted_s >= 0.0 and span:
-            key = (0, 0, 0 if self.hybrid is None else self.hybrid.sms)
-            self._held_s[key] = self._held_s.get(key, 0.0) + span
-        self._accounted_s = now_s

@@ -61,10 +61,9 @@ class PagedSimulation(Simulation):
     def _boundary_of_one(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
         gpu, state, lane = self.gpu, self.state, self.lanes[0]
-        gpu.account_hybrid(now)
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
-            gpu.hybrid = None
+            gpu.end_hybrid(now)
             self._deliver(now)
             self._ended(flight, HYBRID, now)
             if self.decided:
@@ -76,7 +75,7 @@ class PagedSimulation(Simulation):
             if step is None:
                 break
             self._launch(lane, step, now)
-        if self.config.debug:
+        if self.debug:
             state.check()
         flight = gpu.hybrid
         self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
