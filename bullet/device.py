@@ -23,6 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ class DeviceModel:
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
         #: All tiles' rows are multiples of it.
         self._tile_rows = math.gcd(*(rows for rows, _, _ in c.gemm_tiles))
-        self._tilings_of: dict[tuple[int, int, int], list[tuple[float, int, float]]] = {}
+        self._tilings_of: dict[tuple[int, int, int], tuple[float, int]] = {}
         self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
@@ -387,37 +388,32 @@ class DeviceModel:
         return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
 
     def _gemm_term(self, kernel: work_model.KernelWork) -> _Term:
-        """The tile that is fastest on the whole device: the library chooses without knowing of partitions.
+        """With the tile that computes fastest on the whole device: the library chooses without knowing of partitions.
 
-        Where bytes bound several tiles alike (decode), the one with the least arithmetic: a wide tile, mostly empty,
+        Where bytes bound several tiles alike (decode) that is the one with the least arithmetic: a wide tile, mostly empty,
         would wait for bandwidth on all SMs and for its own padding on a few.
         """
-        moved_s = kernel.bytes * self._gemm_byte_s
-        best: _Term = (0.0, 0, 0.0)
-        best_s = best_compute_s = float("inf")
+        key = (kernel.columns, kernel.k, -(-kernel.rows // self._tile_rows))  # rows that fill the same tiles are alike
+        found = self._tilings_of.get(key)
+        if found is None or self.model.num_experts:
+            found = self._tiling(kernel)
+            if self.cache:
+                self._tilings_of[key] = found
+        return *found, kernel.bytes * self._gemm_byte_s
+
+    def _tiling(self, kernel: work_model.KernelWork) -> tuple[float, int]:
+        """Seconds of a block, and blocks."""
         # Mixture of experts: rows are spread over experts, each padded to its own tiles.
         whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
-        for block_s, blocks, compute_s in self._tilings(kernel, groups):
-            seconds = compute_s if compute_s > moved_s else moved_s
-            if seconds < best_s or (seconds == best_s and compute_s < best_compute_s):
-                best, best_s, best_compute_s = (block_s, blocks, moved_s), seconds, compute_s
-        return best
-
-    def _tilings(self, kernel: work_model.KernelWork, groups: float) -> list[tuple[float, int, float]]:
-        """Seconds of a block, blocks and seconds of compute with each tile. Rows that fill the same tiles are alike."""
-        key = (kernel.columns, kernel.k, -(-kernel.rows // self._tile_rows))
-        found = self._tilings_of.get(key) if groups == 1.0 else None
-        if found is None:
-            found = []
-            for rows, columns, block_s in self._tiles(kernel.k):
-                blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
-                if groups != 1.0:
-                    blocks = max(1, round(groups * blocks))
-                found.append((block_s, blocks, -(-blocks // self.num_sms) * block_s))
-            if groups == 1.0 and self.cache:
-                self._tilings_of[key] = found
-        return found
+        found = []
+        for rows, columns, block_s in self._tiles(kernel.k):
+            blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
+            if groups != 1.0:
+                blocks = max(1, round(groups * blocks))
+            found.append((-(-blocks // self.num_sms) * block_s, block_s, blocks))
+        _, block_s, blocks = min(found, key=itemgetter(0))
+        return block_s, blocks
 
     def _tiles(self, k: int) -> list[tuple[int, int, float]]:
         """Rows, columns and seconds of a block of each tile, for one inner dimension."""

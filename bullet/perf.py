@@ -41,6 +41,8 @@ CACHE_ENTRIES = 8192
 """Rows kept by a cache before it starts anew: bounds memory, never changes a result."""
 DENSE_BLOCK = 16
 """Token counts whose kernels are computed together."""
+SEQS_BLOCK = 8
+"""Likewise sizes of the decode batch."""
 MIN_ALPHA = 0.5
 """Linear extrapolation far outside the samples may not turn alpha into nonsense: nothing beats peak twofold."""
 MIN_SHARE = 0.05
@@ -183,6 +185,45 @@ def _srm_seconds(kernels: Sequence[work.KernelWork], compute: Array, bandwidth: 
     return total
 
 
+_Line = tuple[Array, Array, Array, Array]
+"""Operations of each kernel at one token, and more of them with every token; bytes likewise."""
+
+
+def _counted(rows: Sequence[Sequence[work.KernelWork]]) -> tuple[Array, Array]:
+    """Operations and bytes; rows: token counts, columns: kernels."""
+    return np.array([[k.flops for k in row] for row in rows]), np.array([[k.bytes for k in row] for row in rows])
+
+
+def _line(kernels: Callable[[int], Sequence[work.KernelWork]]) -> _Line:
+    """Without experts every kernel but attention grows by the same with every token."""
+    flops, bytes_ = _counted([kernels(1), kernels(2)])
+    return flops[0], flops[1] - flops[0], bytes_[0], bytes_[1] - bytes_[0]
+
+
+def _along(line: _Line, tokens: Sequence[int]) -> tuple[Array, Array]:
+    """As :func:`_counted` (0 tokens as 1)."""
+    flops_1, more_flops, bytes_1, more_bytes = line
+    more = np.maximum(np.array(tokens, dtype=np.float64) - 1, 0)[:, None]
+    return flops_1 + more * more_flops, bytes_1 + more * more_bytes
+
+
+def _own_pairs(tokens: int) -> float:
+    """Query-key pairs of a whole prompt."""
+    return work.attended_pairs(tokens, 0)
+
+
+def interpolate_all(x: Sequence[float], nodes: Sequence[float], values: Sequence[Array]) -> Array:
+    """:func:`interpolate` at each of ``x``, a row for each."""
+    table = np.array(values)
+    if len(nodes) == 1:
+        return np.repeat(table, len(x), axis=0)
+    at, knots = np.array(x), np.array(nodes)
+    i = np.searchsorted(knots[1:-1], at)  # as there: the last node that is passed
+    share = ((at - knots[i]) / (knots[i + 1] - knots[i]))[:, None]
+    rows: Array = table[i] + share * (table[i + 1] - table[i])
+    return rows
+
+
 def interpolate(x: float, nodes: Sequence[float], values: Sequence[Array]) -> Array:
     """Piecewise linear between nodes, extended linearly beyond; arrays over splits."""
     if len(nodes) == 1:
@@ -242,8 +283,15 @@ class Srm:
         self._bandwidth = {phase: gpu.mem_bytes_per_s * np.minimum(1.0, own / gpu.knee_sms)
                            for phase, own in self._own.items()}
         self._gpu = gpu
+        # Attention of whole prompts is linear in query-key pairs and in tokens, that of decodes in sequences and context.
+        lone = work.prefill_attention(model, [(1, 0)], tensor_parallel)
+        self._pair_flops, self._token_bytes = lone.flops, lone.bytes
+        none, one = (work.decode_attention(model, 1, context, tensor_parallel).bytes for context in (0, 1))
+        self._query_bytes, self._context_bytes = none, one - none
+        self._head_line = _line(lambda seqs: work.head_kernels(model, seqs, tensor_parallel))
         self._dense_blocks: dict[int, tuple[Array, list[float], list[float]]] = {}
-        self._dense_line: tuple[Array, Array, Array, Array] | None = None
+        self._lone_blocks: dict[int, Array] = {}  # of prompts prefilled alone, by tokens // DENSE_BLOCK
+        self._dense_line: _Line | None = None
         self._head_rows: dict[int, Array] = {}
         self._prefill_rows: dict[tuple[int, ...], tuple[Array, list[float]]] = {}
         self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
@@ -374,8 +422,8 @@ class Srm:
 
     def _theory_decode(self, num_seqs: int, context_tokens: int, sms: int, share: float) -> float:
         compute, bandwidth = self._at(sms)
-        row, per_token = self._decode_theory(num_seqs, np.array([compute]), np.array([bandwidth * share]))
-        return float((row + per_token * context_tokens)[0])
+        row, per_token = self._decode_theory((num_seqs,), np.array([compute]), np.array([bandwidth * share]))
+        return float((row[0] + per_token * context_tokens)[0])
 
     def _at(self, sms: int) -> tuple[float, float]:
         """C_p and D_p on any number of SMs."""
@@ -393,19 +441,21 @@ class Srm:
         head = work.head_kernels(self.model, len(prompt_tokens), tp)
         return self.model.num_layers * layer_s + _srm_seconds(head, compute, bandwidth)
 
-    def _decode_theory(self, num_seqs: int, compute: Array, bandwidth: Array) -> tuple[Array, Array]:
-        """Seconds without context, and seconds per context token: decode attention is bound by memory throughout.
+    def _decode_theory(self, seqs: Sequence[int], compute: Array, bandwidth: Array) -> tuple[Array, Array]:
+        """Seconds without context, a row for each batch size, and seconds per context token: decode attention is bound by
+        memory throughout.
 
         (Its operations per byte are at most heads / KV heads, below any GPU's ridge point.)
         """
-        layers, tp = self.model.num_layers, self.tensor_parallel
-        flops, bytes_ = self._dense_work((num_seqs,))
-        none = work.decode_attention(self.model, num_seqs, 0, tp)
-        one = work.decode_attention(self.model, num_seqs, 1, tp)
-        row = np.maximum(flops.T / compute, bytes_.T / bandwidth).sum(axis=0)
-        row = row + none.bytes / bandwidth + self._network_seconds(num_seqs)
-        row = layers * row + _srm_seconds(work.head_kernels(self.model, num_seqs, tp), compute, bandwidth)
-        return row, layers * (one.bytes - none.bytes) / bandwidth
+        layers = self.model.num_layers
+        flops, bytes_ = self._dense_work(seqs)
+        queries = self._query_bytes * np.array(seqs)
+        network = np.array([self._network_seconds(n) for n in seqs])
+        rows = np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
+        rows = rows + queries[:, None] / bandwidth + network[:, None]
+        flops, bytes_ = _along(self._head_line, seqs)
+        rows = layers * rows + np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
+        return rows, layers * self._context_bytes / bandwidth
 
     # ---- predictions -----------------------------------------------------------------------------
 
@@ -444,13 +494,29 @@ class Srm:
         return row
 
     def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
+        if len(prompt_tokens) == 1:
+            (tokens,) = prompt_tokens
+            block = self._lone_blocks.get(tokens // DENSE_BLOCK)
+            if block is None:
+                if len(self._lone_blocks) >= CACHE_ENTRIES // DENSE_BLOCK:
+                    self._lone_blocks.clear()
+                first = tokens - tokens % DENSE_BLOCK
+                totals = [max(t, 1) for t in range(first, first + DENSE_BLOCK)]
+                block = self._prefills([(t,) for t in totals], totals, self._dense_of(tokens)[0])
+                self._lone_blocks[tokens // DENSE_BLOCK] = block
+            row: Array = block[tokens % DENSE_BLOCK]
+            return row
         total = sum(prompt_tokens)
-        dense_s, _, _ = self._dense(total)
-        attention = work.prefill_attention(self.model, [(t, 0) for t in prompt_tokens], self.tensor_parallel)
-        compute, bandwidth = self._compute[PREFILL], self._bandwidth[PREFILL]
-        layer_s = np.maximum(attention.flops / compute, attention.bytes / bandwidth) + dense_s
-        theory = self.model.num_layers * layer_s + self._head_seconds(len(prompt_tokens))
-        alpha = interpolate(math.log2(total), self._prefill_nodes, self._alpha_prefill)
+        row = self._prefills([prompt_tokens], [total], self._dense(total)[0])[0]
+        return row
+
+    def _prefills(self, batches: Sequence[tuple[int, ...]], totals: Sequence[int], dense_s: Array) -> Array:
+        """Eq. 1 and 2 of batches of as many prompts each, a row for each batch; ``dense_s``: their kernels but attention."""
+        pairs, tokens = np.array([sum(map(_own_pairs, batch)) for batch in batches]), np.array(totals)
+        flops, bytes_ = self._pair_flops * pairs[:, None], self._token_bytes * tokens[:, None]
+        layer_s = np.maximum(flops / self._compute[PREFILL], bytes_ / self._bandwidth[PREFILL]) + dense_s
+        theory = self.model.num_layers * layer_s + self._head_seconds(len(batches[0]))
+        alpha = interpolate_all([math.log2(total) for total in totals], self._prefill_nodes, self._alpha_prefill)
         base: Array = theory * np.maximum(alpha, MIN_ALPHA) * self.error
         return base
 
@@ -459,15 +525,19 @@ class Srm:
 
         They depend on the tokens alone, so neighbouring counts are computed together: nine kernels cost as much for one.
         """
+        seconds, flops, bytes_ = self._dense_of(tokens)
+        i = tokens % DENSE_BLOCK
+        return seconds[i], flops[i], bytes_[i]
+
+    def _dense_of(self, tokens: int) -> tuple[Array, list[float], list[float]]:
+        """:meth:`_dense` of a whole block of neighbours."""
         block = self._dense_blocks.get(tokens // DENSE_BLOCK)
         if block is None:
             if len(self._dense_blocks) >= CACHE_ENTRIES // DENSE_BLOCK:
                 self._dense_blocks.clear()
             first = tokens - tokens % DENSE_BLOCK
             block = self._dense_blocks[tokens // DENSE_BLOCK] = self._dense_block(range(first, first + DENSE_BLOCK))
-        seconds, flops, bytes_ = block
-        i = tokens % DENSE_BLOCK
-        return seconds[i], flops[i], bytes_[i]
+        return block
 
     def _dense_block(self, tokens: Sequence[int]) -> tuple[Array, list[float], list[float]]:
         flops, bytes_ = self._dense_work(tokens)
@@ -478,19 +548,11 @@ class Srm:
 
     def _dense_work(self, tokens: Sequence[int]) -> tuple[Array, Array]:
         """Operations and bytes of a layer's kernels but attention; rows: token counts (0 as 1), columns: kernels."""
-        def counted(tokens: Sequence[int]) -> tuple[Array, Array]:
-            kernels = [work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens]
-            return (np.array([[k.flops for k in row] for row in kernels]),
-                    np.array([[k.bytes for k in row] for row in kernels]))
-
         if self.model.num_experts:
-            return counted(tokens)
-        if self._dense_line is None:  # without experts both grow by the same with every token
-            flops, bytes_ = counted((1, 2))
-            self._dense_line = (flops[0], flops[1] - flops[0], bytes_[0], bytes_[1] - bytes_[0])
-        flops_1, more_flops, bytes_1, more_bytes = self._dense_line
-        more = np.maximum(np.array(tokens, dtype=np.float64) - 1, 0)[:, None]
-        return flops_1 + more * more_flops, bytes_1 + more * more_bytes
+            return _counted([work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens])
+        if self._dense_line is None:
+            self._dense_line = _line(lambda t: work.dense_kernels(self.model, t, self.tensor_parallel))
+        return _along(self._dense_line, tokens)
 
     def _head_seconds(self, num_seqs: int) -> Array:
         """Eq. 1 of final norm and LM head over prefill's splits."""
@@ -581,16 +643,22 @@ class Srm:
             if len(self._decode_rows) >= CACHE_ENTRIES:
                 self._decode_rows.clear()
             bandwidth = self._bandwidth[DECODE] * self._attainable_share(2.0 ** (octave / 4) if octave >= 0 else 0.0)
-            row, per_token = self._decode_theory(num_seqs, self._compute[DECODE], bandwidth)
-            row, per_token = row * self.error, per_token * self.error
-            rows = self._decode_rows[num_seqs, octave] = (row, per_token, row.tolist(), per_token.tolist())
+            # Neighbouring batch sizes together, as they follow one another: numpy's calls cost as much for one.
+            first = max(1, num_seqs - num_seqs % SEQS_BLOCK)
+            seqs = range(first, num_seqs - num_seqs % SEQS_BLOCK + SEQS_BLOCK)
+            block, per_token = self._decode_theory(seqs, self._compute[DECODE], bandwidth)
+            block, per_token = block * self.error, per_token * self.error
+            tokens_list = per_token.tolist()
+            for n, row in zip(seqs, block, strict=True):
+                self._decode_rows[n, octave] = (row, per_token, row.tolist(), tokens_list)
+            rows = self._decode_rows[num_seqs, octave]
         return rows
 
     def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
         """A layer's operations per byte."""
-        _, flops, bytes_ = self._dense(sum(prompt_tokens))
-        attention = work.prefill_attention(self.model, [(t, 0) for t in prompt_tokens], self.tensor_parallel)
-        return (flops + attention.flops) / (bytes_ + attention.bytes)
+        tokens = sum(prompt_tokens)
+        _, flops, bytes_ = self._dense(tokens)
+        return (flops + self._pair_flops * sum(map(_own_pairs, prompt_tokens))) / (bytes_ + self._token_bytes * tokens)
 
     def ridge(self, index: int) -> float:
         """C_p / D_p."""

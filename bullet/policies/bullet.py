@@ -143,6 +143,7 @@ class Bullet:
         self._limit_key: tuple[int, int, int, int] | int | None = None
         self._due_s = math.inf
         self._forecast: _DecodeForecast | None = None
+        self.most_tokens = context.model.context_tokens
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
         self._table = np.empty((256, self.full + 1))  # a row for each prompt length: uncorrected seconds over splits
         self._seconds: list[list[float]] = []  # the same as plain lists
@@ -513,14 +514,16 @@ class Bullet:
 
     def _kv_full(self, state: SystemState, now_s: float, popped: list[Request]) -> bool:
         """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
-        queue = state.queue
+        queue, kv = state.queue, state.kv
+        if kv.free_blocks > kv.blocks_for(self.most_tokens) * (1 + len(popped)) + state.decode_seqs:
+            return False  # whatever the model can take, it fits
         if self._largest is None or self._largest[0] != queue.version:
             self._largest = (queue.version, int(queue.known_tokens.max()))
-        blocks = state.kv.blocks_for(self._largest[1])
-        if state.kv.free_blocks > blocks * (1 + len(popped)) + state.decode_seqs:
+        blocks = kv.blocks_for(self._largest[1])
+        if kv.free_blocks > blocks * (1 + len(popped)) + state.decode_seqs:
             return False  # whichever is the head, it fits
         head = queue.requests[self._last_sorted(state, now_s).order[len(popped)]]
-        return not fits(state, head, sum(state.kv.blocks_for(r.known_tokens) for r in popped))
+        return not fits(state, head, sum(kv.blocks_for(r.known_tokens) for r in popped))
 
     # ---- TTFT ------------------------------------------------------------------------------------
 
