@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,19 @@ PART_ROWS = 16384
 """Rows that are held in memory before they go to a part file: 6 MB; a killed run loses no more than these."""
 
 
+def _packed(cells: Sequence[Any], kind: str) -> NDArray[Any]:
+    """One column; through ``array``, which is half as dear as numpy's look at each cell. Null times become NaN."""
+    if kind == "str":
+        return np.array(cells, dtype=object)
+    code = {"f8": "d", "i8": "q", "i4": "i"}[kind]
+    try:
+        return np.frombuffer(array(code, cells), dtype=kind)
+    except TypeError:
+        if kind != "f8":
+            raise
+        return np.frombuffer(array("d", [math.nan if cell is None else cell for cell in cells]))
+
+
 class Table:
     """Columns of a results file as numpy arrays (strings as an array of objects; null times as NaN)."""
 
@@ -68,13 +82,7 @@ class Table:
         """Rows one after the other, as a flat list: cheaper to gather, and much cheaper to turn into columns."""
         width = len(cls.columns)
         assert len(cells) % width == 0, f"{len(cells)} cells of {width} columns"
-        data: dict[str, NDArray[Any]] = {}
-        for i, (name, kind) in enumerate(cls.columns.items()):
-            column = cells[i::width]
-            if kind == "f8" and None in column:  # numpy takes ten times as long over it
-                column = [math.nan if cell is None else cell for cell in column]
-            data[name] = np.array(column, dtype=object if kind == "str" else kind)
-        return cls(data)
+        return cls({name: _packed(cells[i::width], kind) for i, (name, kind) in enumerate(cls.columns.items())})
 
     @classmethod
     def concatenate(cls, tables: Sequence[Any]) -> Any:

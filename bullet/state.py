@@ -594,26 +594,27 @@ class SystemState:
         """Admit chunks without a past, take KV blocks for the decodes' tokens, launch; returns each chunk's request."""
         if step.preempt:
             self._preempt(step.preempt, now_s)
-        launched: list[Request] = []
-        if step.chunks:
-            by_id = {r.id: r for r in self.chunked} if self.chunked else {}
-            for request_id, new, past in step.chunks:
-                request = by_id.get(request_id)
-                if request is None:
-                    assert past == 0, f"{step}: request {request_id} has no past"
-                    request = self._admit(request_id, now_s)
-                    self.chunked.append(request)
-                assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
-                assert 0 < new <= request.prompt_tokens + request.generated - past, (
-                    f"{request}: a chunk is empty or runs over its prompt: {new} tokens")
-                launched.append(request)
-        else:
-            assert self.decode.size, f"{step}: an empty batch"
-            assert step.decode, f"{step}: an empty batch"
+        decode = self.decode
+        assert step.chunks or (step.decode and decode.size), f"{step}: an empty batch"
+        self._launched = launched = self._begin_chunks(step, now_s) if step.chunks else []
         if step.decode:
-            self.kv.take(self.decode.growth_blocks)
-        self._launched = launched
+            self.kv.take(decode.residues[decode.iteration % decode.block_tokens])
         self.in_flight[HYBRID] = InFlight(step, now_s)
+        return launched
+
+    def _begin_chunks(self, step: HybridStep, now_s: float) -> list[Request]:
+        launched: list[Request] = []
+        by_id = {r.id: r for r in self.chunked} if self.chunked else {}
+        for request_id, new, past in step.chunks:
+            request = by_id.get(request_id)
+            if request is None:
+                assert past == 0, f"{step}: request {request_id} has no past"
+                request = self._admit(request_id, now_s)
+                self.chunked.append(request)
+            assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
+            assert 0 < new <= request.prompt_tokens + request.generated - past, (
+                f"{request}: a chunk is empty or runs over its prompt: {new} tokens")
+            launched.append(request)
         return launched
 
     def finish_hybrid(self, now_s: float) -> list[Request]:
@@ -625,6 +626,8 @@ class SystemState:
         step = self.in_flight.pop(HYBRID).step
         assert isinstance(step, HybridStep)
         complete: list[Request] = []
+        if not step.chunks:
+            return complete
         for request, (_, new, _) in zip(self._launched, step.chunks, strict=True):
             request.computed_tokens += new
             if request.computed_tokens == request.prompt_tokens + request.generated:

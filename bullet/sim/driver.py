@@ -406,33 +406,31 @@ class Simulation:
                               kv.total_blocks - kv.free_blocks, target_p, target_d))
 
     def _begin_one(self, lane: _Lane, step: Any, now: float) -> None:
-        state, device = self.state, self.device
+        state, gpu, kv = self.state, self.gpu, self.state.kv
         sms = step.sms
-        if not 0 < sms <= self.gpu.num_sms:
+        if not 0 < sms <= gpu.num_sms:
             raise self._no_such_sms(sms)
         if step.preempt:
             self._make_room(step.preempt, now)
         queue_length = len(state.queue.requests)
-        tokens = seqs = context = 0
         if step.chunks:
             self._integrate_queue(now)
         requests = state.begin_hybrid(step, now)
-        if step.decode:
-            decode = state.decode
-            seqs, context = decode.size, decode.context_tokens
+        seqs, context = (state.decode.size, state.decode.context_tokens) if step.decode else (0, 0)
         if requests:
             work, tokens = self._hybrid_work(requests, step, seqs, context, now)
-            seconds = device.solo_seconds(work, sms)
+            seconds = self.device.solo_seconds(work, sms)
         else:
-            seconds = device.decode_seconds(seqs, context, sms)
-        extra_s = 0.0 if sms == lane.last_sms else self._extra_s(lane, sms)
-        self.waits_since_launch = 0
-        kv = state.kv
-        target_p, target_d = step.target or state.target
+            tokens = 0
+            seconds = self.device.decode_seconds(seqs, context, sms)
         if lane.noise is not None:
             seconds *= lane.noise.next()
-        self.gpu.hybrid = HybridFlight(
-            step, now, now + (seconds + extra_s),
+        if sms != lane.last_sms:
+            seconds += self._extra_s(lane, sms)
+        self.waits_since_launch = 0
+        target_p, target_d = step.target or state.target
+        gpu.hybrid = HybridFlight(
+            step, now, now + seconds,
             (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks, target_p, target_d))
 
     def _hybrid_work(self, requests: list[Request], step: HybridStep, seqs: int, context: int,
@@ -643,6 +641,8 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     gc.disable()
     try:
         run.run()
+        assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
+        return _outcome(run, config, workload, sink, writer)
     except BaseException:
         # Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished.
         run.close_unfinished()
@@ -650,8 +650,6 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     finally:
         if collecting:
             gc.enable()
-    assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
-    return _outcome(run, config, workload, sink, writer)
 
 
 def _build_policy(config: RunConfig, device: DeviceModel, splits: SplitTable) -> Policy:
