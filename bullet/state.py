@@ -389,7 +389,7 @@ class PrefillBatch:
 class DecodeBatch:
     """Requests that gain a token each iteration, in order of admission (see the module's text for the arithmetic)."""
 
-    __slots__ = ("_cached_offset", "_first_token_s", "_generated_offset", "_slots", "block_tokens", "iteration", "requests",
+    __slots__ = ("_first_token_s", "_generated_offset", "_slots", "block_tokens", "context_tokens", "iteration", "requests",
                  "residues", "size", "version")
 
     def __init__(self, block_tokens: int = KV_BLOCK_TOKENS) -> None:
@@ -399,7 +399,8 @@ class DecodeBatch:
         self.version = 0
         self.block_tokens = block_tokens
         self.residues = [0] * block_tokens
-        self._cached_offset = 0  # sum over requests of (tokens cached at joining - iteration at joining)
+        #: Tokens that the next iteration attends to, its new ones included, over the batch.
+        self.context_tokens = 0
         self._first_token_s, self._generated_offset = _Column(), _Column()
         self._slots: list[Request] = []
 
@@ -409,12 +410,7 @@ class DecodeBatch:
     @property
     def cached_tokens(self) -> int:
         """Tokens in the KV cache over the batch, between iterations."""
-        return self._cached_offset + self.size * self.iteration
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens that the next iteration attends to, its new ones included, over the batch."""
-        return self._cached_offset + self.size * (self.iteration + 1)
+        return self.context_tokens - self.size
 
     @property
     def growth_blocks(self) -> int:
@@ -443,6 +439,11 @@ class DecodeBatch:
         """Whether the next iteration needs a fresh block for this request."""
         return self.cached(request) % self.block_tokens == 0
 
+    def advance(self) -> None:
+        """An iteration ended: every request has one more token."""
+        self.iteration += 1
+        self.context_tokens += self.size
+
     def join(self, request: Request) -> None:
         """Add a prefilled request: its KV holds all known tokens but the newest."""
         assert request.first_token_s is not None, request
@@ -452,7 +453,7 @@ class DecodeBatch:
         request.join_tokens = cached
         self.requests[request.id] = request
         self.size += 1
-        self._cached_offset += cached - self.iteration
+        self.context_tokens += cached + 1
         self.residues[(self.iteration - cached) % self.block_tokens] += 1
         slot = request.slot = len(self._slots)
         self._slots.append(request)
@@ -467,7 +468,7 @@ class DecodeBatch:
         request.generated += gained
         del self.requests[request.id]
         self.size -= 1
-        self._cached_offset -= request.join_tokens - request.join_iteration
+        self.context_tokens -= cached + 1
         self.residues[(request.join_iteration - request.join_tokens) % self.block_tokens] -= 1
         slot, last = request.slot, len(self._slots) - 1
         if slot != last:  # swap-remove keeps the columns dense
@@ -639,7 +640,7 @@ class SystemState:
     def end_hybrid_decode(self, finished: Iterable[Request]) -> None:
         """As :meth:`finish_decode`, for the decodes of a hybrid batch."""
         decode, kv = self.decode, self.kv
-        decode.iteration += 1
+        decode.advance()
         for request in finished:
             kv.give_back(-(-decode.leave(request) // kv.block_tokens))
             request.phase = Phase.FINISHED

@@ -324,6 +324,9 @@ class NaiveDecodeBatch:
         self.version += 1
         return len(self.tokens.pop(r.id))
 
+    def advance(self) -> None:
+        self.iteration += 1
+
     def step(self) -> None:
         for r in self.requests.values():
             self.tokens[r.id].append(0)

@@ -275,16 +275,14 @@ class Bullet:
 
     # ---- the branches of Algorithm 1 -------------------------------------------------------------
 
-    def _cap(self, limit_s: float) -> float:
-        """How long the next decode step may be."""
-        return self.tpot_slo_s if self.cap_next_step and self.tpot_slo_s < limit_s else limit_s
-
     def _reduce_decode(self, state: SystemState, step: _DecodeForecast, limit_s: float) -> int | None:
         """ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO."""
         if self.fixed is not None:
             return None
+        if self.cap_next_step and self.tpot_slo_s < limit_s:
+            limit_s = self.tpot_slo_s
         present = self._index_of.get(state.target.decode_sms, self.full)
-        return step.first_within(self._cap(limit_s), self.floor, present if present < self.full else self.full - 1)
+        return step.first_within(limit_s, self.floor, present if present < self.full else self.full - 1)
 
     def _choose(self, state: SystemState, now_s: float, satisfied: bool, tpot_met: bool, step: _DecodeForecast,
                 limit_s: float, ttft: _Forecast, kv_full: bool) -> tuple[int, str]:
@@ -299,7 +297,7 @@ class Bullet:
                 return present, "keep"
         elif satisfied:
             # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
-            cap_s = self._cap(limit_s)
+            cap_s = min(limit_s, self.tpot_slo_s) if self.cap_next_step else limit_s
             in_time = ttft.met(self.floor, self.full)
             both = (step.all()[self.floor : self.full] <= cap_s) & in_time
             first = int(both.argmax())
@@ -640,7 +638,9 @@ class _DecodeForecast:
     def first_within(self, limit_s: float, first: int, last: int) -> int | None:
         """The first split of ``first .. last`` whose step takes at most ``limit_s``: mostly one of the first few."""
         at = self.at
-        for index in range(first, min(first + 4, last + 1)):
+        if first <= last and at(first) <= limit_s:
+            return first
+        for index in range(first + 1, min(first + 4, last + 1)):
             if at(index) <= limit_s:
                 return index
         if last < first + 4:

@@ -31,7 +31,6 @@ from bullet.state import (
     DECODE,
     HYBRID,
     PREFILL,
-    Decision,
     DecodeStep,
     HybridStep,
     KvCache,
@@ -206,7 +205,9 @@ class Simulation:
         self.env.run()
 
     def _schedule(self, at_s: float) -> None:
-        if at_s == INFINITY:
+        env = self.env
+        delay_s = at_s - env._now  # the property costs as much as the subtraction
+        if delay_s == INFINITY:
             if self.closed < len(self.arrivals):
                 raise NoProgressError(
                     self._stuck("no step runs, no request is to arrive, and the policy waits for nothing"))
@@ -214,17 +215,18 @@ class Simulation:
         assert at_s >= self.now_s, f"I6: time would go back from {self.now_s} to {at_s}"
         # simpy's clock only orders events; `next_s` is exact, where now + (next - now) may be an ulp off.
         self.next_s = at_s
-        delay_s = at_s - self.env._now  # the property costs as much as the subtraction
         event = self._tick  # the one pending event, used again and again
         event.callbacks = self._callbacks
-        self.env.schedule(event, delay=delay_s if delay_s > 0.0 else 0.0)
+        env.schedule(event, delay=delay_s if delay_s > 0.0 else 0.0)
 
     def _boundary_of_two(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
         gpu, state = self.gpu, self.state
         flight = gpu.prefill
         if flight is not None and flight.end_s <= now:
-            gpu.end(PREFILL, now)
+            gpu.prefill = None
+            if gpu.decode is not None:
+                gpu.part(flight, gpu.decode, now)
             for request in state.finish_prefill(now):
                 self._emit_first(request, now)
                 if request.generated >= self.outputs[request.id]:
@@ -233,7 +235,9 @@ class Simulation:
             self._ended(flight, PREFILL, now)
         flight = gpu.decode
         if flight is not None and flight.end_s <= now:
-            gpu.end(DECODE, now)
+            gpu.decode = None
+            if gpu.prefill is not None:
+                gpu.part(flight, gpu.prefill, now)
             finished = self.finish_at.pop(state.decode.iteration + 1, ())
             self._emit_iteration(now)
             state.finish_decode(finished)
@@ -258,8 +262,13 @@ class Simulation:
             if step is not None:
                 self._launch(decode, step, now)
         at = gpu.settle(now)
-        if gpu.prefill is None or gpu.decode is None:
-            at = min(at, self.next_arrival_s, prefill.wait_until_s, decode.wait_until_s)
+        if gpu.prefill is None or gpu.decode is None:  # who is idle waits for these too
+            if self.next_arrival_s < at:
+                at = self.next_arrival_s
+            if prefill.wait_until_s < at:
+                at = prefill.wait_until_s
+            if decode.wait_until_s < at:
+                at = decode.wait_until_s
         if self.debug:
             state.check()
         self._schedule(at)
@@ -269,7 +278,7 @@ class Simulation:
         gpu, state = self.gpu, self.state
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
-            gpu.end_hybrid(now)
+            gpu.hybrid = None
             self._finish_hybrid(flight.step, now)
             self._ended(flight, HYBRID, now)
         if self.next_arrival_s <= now:
@@ -314,10 +323,10 @@ class Simulation:
 
     # ---- deciding --------------------------------------------------------------------------------
 
-    def _decide(self, lane: _Lane, now: float) -> PrefillStep | DecodeStep | HybridStep | None:
-        """Ask the policy, and publish its answer; ``None``: it waits."""
+    def _decide(self, lane: _Lane, now: float) -> Any:
+        """Ask the policy, and publish its answer: a step, or ``None``: it waits."""
         started = perf_counter()
-        decision: Decision = self.policy.next_step(lane.name, self.state, now)
+        decision: Any = self.policy.next_step(lane.name, self.state, now)
         self.decision_wall_s += perf_counter() - started
         self.decisions = number = self.decisions + 1
         if self.record is not None:
@@ -328,7 +337,8 @@ class Simulation:
             self.stalled_at = now
             self.stalled = 0
         lane.wait_until_s = INFINITY
-        if type(decision) is not lane.step_type and not isinstance(decision, Wait):
+        launches = type(decision) is lane.step_type
+        if not launches and not isinstance(decision, Wait):
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane.name} was answered {decision!r}: "
                               f"must be a {lane.step_type.__name__} or a Wait")
         if self.two_lanes:
@@ -341,14 +351,14 @@ class Simulation:
             if published is not None:
                 lane.own = published
             lane.other.pending.append((now + self.delay_s, number, published, target))
-        if isinstance(decision, Wait):
-            if decision.until_s is not None:
-                if decision.until_s <= now:
-                    raise NoProgressError(self._stuck(f"{lane.name} asked to wait until {decision.until_s}, already past"))
-                lane.wait_until_s = decision.until_s
-                self._guard_waits(lane.name)
-            return None
-        return decision
+        if launches:
+            return decision
+        if decision.until_s is not None:
+            if decision.until_s <= now:
+                raise NoProgressError(self._stuck(f"{lane.name} asked to wait until {decision.until_s}, already past"))
+            lane.wait_until_s = decision.until_s
+            self._guard_waits(lane.name)
+        return None
 
     def _launch_guarded(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         """For a user's policy: what its step breaks is its mistake, told in one line."""
@@ -673,9 +683,11 @@ def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, 
     tpot_slo_s = config.slo.tpot_s
     assert tpot_slo_s is not None
     span_s = run.now_s - (run.arrivals[0] if run.arrivals else 0.0)
+    held_sm_s = steps["sms"] * steps["actual_s"]
+    held = {lane: float(held_sm_s[steps["lane"] == lane].sum()) for lane in (PREFILL, DECODE, HYBRID)}
     return RunOutcome(
         config=config, system=config.policy.name, steps=steps, requests=requests,
-        itl_s=np.array(run.itl_s), itl_counts=np.array(run.itl_counts), sm_seconds=run.gpu.sm_seconds(span_s),
+        itl_s=np.array(run.itl_s), itl_counts=np.array(run.itl_counts), sm_seconds=run.gpu.sm_seconds(span_s, held),
         span_s=span_s, num_sms=run.gpu.num_sms,
         kv_blocks=run.state.kv.total_blocks, split_changes=run.split_changes, decisions=run.decisions,
         decision_wall_s=run.decision_wall_s, tpot_slo_s=tpot_slo_s,

@@ -12,6 +12,7 @@ Several boundaries at one instant are settled once, after the last launch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from bullet.device import DeviceModel
@@ -82,44 +83,24 @@ class SimulatedGpu:
         self.prefill: Flight | None = None
         self.decode: Flight | None = None
         self.hybrid: HybridFlight | None = None
-        #: SM-seconds that ended flights of each lane held, and what two flights held beyond N together.
-        self.held_sm_s = {PREFILL: 0.0, DECODE: 0.0, HYBRID: 0.0}
-        self.shared_sm_s = 0.0
+        self.shared_sm_s = 0.0  # SM-seconds that two flights held beyond N together
         self._timed: tuple[Flight | None, Flight | None] = (None, None)
 
-    def sm_seconds(self, span_s: float) -> dict[str, float]:
-        """SM-seconds of ``span_s`` seconds by use (I5), once nothing is in flight."""
+    def sm_seconds(self, span_s: float, held_sm_s: Mapping[str, float]) -> dict[str, float]:
+        """SM-seconds of ``span_s`` seconds by use (I5), once nothing is in flight; ``held_sm_s``: what the lanes' steps held."""
         shared = self.shared_sm_s
-        prefill, decode, hybrid = self.held_sm_s.values()
+        prefill, decode, hybrid = (held_sm_s[lane] for lane in (PREFILL, DECODE, HYBRID))
         return {"prefill_only": prefill - shared, "decode_only": decode - shared, "hybrid": hybrid, "shared": shared,
                 "idle": self.num_sms * span_s - (prefill + decode - shared) - hybrid}
 
-    def end(self, lane: str, now_s: float) -> Flight:
-        """The flight of one of two lanes ends: take it down, and book what it held, alone and beside the other."""
-        if lane == PREFILL:
-            flight, other = self.prefill, self.decode
-            self.prefill = None
-        else:
-            flight, other = self.decode, self.prefill
-            self.decode = None
-        assert flight is not None
-        start_s, sms = flight.start_s, flight.sms
-        self.held_sm_s[lane] += sms * (now_s - start_s)
-        if other is not None:
-            together_s = now_s - (start_s if start_s > other.start_s else other.start_s)
-            flight.corun_s += together_s
-            other.corun_s += together_s
-            excess = sms + other.sms - self.num_sms
-            if excess > 0:
-                self.shared_sm_s += excess * together_s
-        return flight
-
-    def end_hybrid(self, now_s: float) -> HybridFlight:
-        """The same for the one lane of a lock-step system."""
-        flight, self.hybrid = self.hybrid, None
-        assert flight is not None
-        self.held_sm_s[HYBRID] += flight.sms * (now_s - flight.start_s)
-        return flight
+    def part(self, flight: Flight, other: Flight, now_s: float) -> None:
+        """``flight`` ends: book what it and the other have had together."""
+        together_s = now_s - (flight.start_s if flight.start_s > other.start_s else other.start_s)
+        flight.corun_s += together_s
+        other.corun_s += together_s
+        excess = flight.sms + other.sms - self.num_sms
+        if excess > 0:
+            self.shared_sm_s += excess * together_s
 
     def settle(self, now_s: float) -> float:
         """Time anew what changed its co-runner; returns when the next step ends, infinity if nothing runs."""

@@ -63,7 +63,7 @@ class PagedSimulation(Simulation):
         gpu, state, lane = self.gpu, self.state, self.lanes[0]
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
-            gpu.end_hybrid(now)
+            gpu.hybrid = None
             self._deliver(now)
             self._ended(flight, HYBRID, now)
             if self.decided:
