@@ -16,6 +16,7 @@ residues tells how many blocks the next iteration takes.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -386,17 +387,23 @@ class PrefillBatch:
         self.layers_left -= layers
 
 
+CHANGES_KEPT = 16
+"""Joins and leaves that a decode batch remembers: who follows them step by step is seldom further behind."""
+
+
 class DecodeBatch:
     """Requests that gain a token each iteration, in order of admission (see the module's text for the arithmetic)."""
 
-    __slots__ = ("_first_token_s", "_generated_offset", "_slots", "block_tokens", "context_tokens", "iteration", "requests",
-                 "residues", "size", "version")
+    __slots__ = ("_first_token_s", "_generated_offset", "_slots", "block_tokens", "changes", "context_tokens", "iteration",
+                 "requests", "residues", "size", "version")
 
     def __init__(self, block_tokens: int = KV_BLOCK_TOKENS) -> None:
         self.requests: dict[int, Request] = {}
         self.size = 0  # len(requests), which is asked several times a step
         self.iteration = 0
         self.version = 0
+        #: The last joins (True) and leaves, one for each step of ``version``: a request's entries in the columns below.
+        self.changes: deque[tuple[float, int, bool]] = deque(maxlen=CHANGES_KEPT)
         self.block_tokens = block_tokens
         self.residues = [0] * block_tokens
         #: Tokens that the next iteration attends to, its new ones included, over the batch.
@@ -458,7 +465,9 @@ class DecodeBatch:
         slot = request.slot = len(self._slots)
         self._slots.append(request)
         self._first_token_s.set(slot, request.first_token_s)
-        self._generated_offset.set(slot, request.generated - self.iteration)
+        offset = request.generated - self.iteration
+        self._generated_offset.set(slot, offset)
+        self.changes.append((request.first_token_s, offset, True))
         self.version += 1
 
     def leave(self, request: Request) -> int:
@@ -478,6 +487,8 @@ class DecodeBatch:
                 column.items[slot] = column.items[last]
         self._slots.pop()
         request.slot = -1
+        assert request.first_token_s is not None, request
+        self.changes.append((request.first_token_s, request.generated - self.iteration, False))
         self.version += 1
         return cached
 
@@ -626,9 +637,9 @@ class SystemState:
         """
         step = self.in_flight.pop(HYBRID).step
         assert isinstance(step, HybridStep)
-        complete: list[Request] = []
         if not step.chunks:
-            return complete
+            return []
+        complete: list[Request] = []
         for request, (_, new, _) in zip(self._launched, step.chunks, strict=True):
             request.computed_tokens += new
             if request.computed_tokens == request.prompt_tokens + request.generated:

@@ -40,6 +40,7 @@ from bullet.state import (
     DECODE,
     PREFILL,
     Decision,
+    DecodeBatch,
     DecodeStep,
     Partition,
     PrefillBatch,
@@ -72,16 +73,6 @@ DELAYED = "delayed-decode"
 HAND_OVER = "hand-over"
 SHARING = frozenset({DELAYED, HAND_OVER})
 DELAYABLE = frozenset({REDUCE_DECODE, SHARED})
-
-
-def order_statistic(slacks: NDArray[np.float64]) -> float:
-    """The slack whose sign says whether P90 (nearest rank) is inside its SLO; infinity for none. Reorders its argument."""
-    n = len(slacks)
-    if n == 0:
-        return math.inf
-    index = n // 10  # n - ceil(0.9 n)
-    slacks.partition(index)
-    return float(slacks[index])
 
 
 def p90(values: NDArray[np.float64]) -> float:
@@ -140,8 +131,8 @@ class Bullet:
         self._delay_until_s: float | None = None  # end of the delay that decode is in
         self._ranked: _Ranked | None = None  # Q as last sorted
         # Kept for speed: the same values would be computed anew.
-        self._limit_key: tuple[int, int, int, int] | int | None = None
-        self._due_s = math.inf
+        self._dues: list[float] = []  # of the decode batch, ascending: see _limit
+        self._dues_version = 0
         self._forecast: _DecodeForecast | None = None
         self.most_tokens = context.model.context_tokens
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
@@ -399,15 +390,34 @@ class Bullet:
         """
         running, ready, slo = state.decode, state.ready, self.tpot_slo_s
         flight = state.in_flight.get(DECODE)
-        ahead_s = 0.0 if flight is None else flight.remaining_s(now_s)
-        iteration = running.iteration + (0 if flight is None else 1)
-        key = (running.version, len(ready), ready[-1].id, iteration) if ready else running.version
-        if key != self._limit_key:
-            due_s = running.first_token_s + slo * running.generated_offset  # and one SLO more each iteration
-            if ready:
-                due_s = np.concatenate((due_s, [_first_token_s(r) + slo * (r.generated - iteration) for r in ready]))
-            self._limit_key, self._due_s = key, order_statistic(due_s)
-        return self._due_s + slo * iteration - now_s - ahead_s
+        iteration, ahead_s = running.iteration, 0.0
+        if flight is not None:
+            iteration += 1
+            ahead_s = flight.remaining_s(now_s)
+        dues = self._dues if running.version == self._dues_version else self._follow(running)
+        if ready:
+            dues = sorted([*dues, *[_first_token_s(r) + slo * (r.generated - iteration) for r in ready]])
+        due_s = dues[len(dues) // 10] if dues else math.inf  # P90's order statistic: n - ceil(0.9 n)
+        return due_s + slo * iteration - now_s - ahead_s
+
+    def _follow(self, running: DecodeBatch) -> list[float]:
+        """``first token + SLO x (generated - iteration)`` over the batch, sorted: constant while a request stays in it."""
+        dues, slo, changes = self._dues, self.tpot_slo_s, running.changes
+        behind = running.version - self._dues_version
+        if 0 < behind <= len(changes):
+            for i in range(-behind, 0):
+                first_token_s, offset, joined = changes[i]
+                due_s = first_token_s + slo * offset
+                at = bisect_left(dues, due_s)
+                if joined:
+                    dues.insert(at, due_s)
+                else:
+                    assert dues[at] == due_s, f"{due_s} is not among {dues}"
+                    del dues[at]
+        else:
+            dues = self._dues = sorted((running.first_token_s + slo * running.generated_offset).tolist())
+        self._dues_version = running.version
+        return dues
 
     # ---- the queue -------------------------------------------------------------------------------
 
@@ -545,7 +555,6 @@ class Bullet:
                   in zip(ranked.arrival_s, ranked.ttft_slo_s, ends_s, strict=True)]
         if ranked.counts is not None:
             slacks = list(compress(slacks, ranked.counts))
-        # As order_statistic, for a list that is mostly short.
         return (sorted(slacks)[len(slacks) // 10] if slacks else math.inf) - now_s
 
     def _queue_ratios(self, ranked: _Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:

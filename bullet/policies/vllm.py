@@ -82,7 +82,8 @@ class Vllm:
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Running first, then admissions."""
-        if isinstance(state, PagedState):
+        if self.paging is not None:
+            assert isinstance(state, PagedState), "named blocks need the paged driver"
             return self._paged_step(state)
         decode, kv, queue = state.decode, state.kv, state.queue.requests
         seqs = decode.size

@@ -137,6 +137,7 @@ class Simulation:
         self.policy = policy
         self.device = device
         self.sink = sink
+        self._write_step, self._observe = sink.step, policy.observe  # bound once: they are called at every step
         self.progress = progress
         self.record = record
         self.context_tokens = get_model(config.device.model).context_tokens
@@ -426,7 +427,9 @@ class Simulation:
         if step.chunks:
             self._integrate_queue(now)
         requests = state.begin_hybrid(step, now)
-        seqs, context = (state.decode.size, state.decode.context_tokens) if step.decode else (0, 0)
+        seqs = context = 0
+        if step.decode:
+            seqs, context = state.decode.size, state.decode.context_tokens
         if requests:
             work, tokens = self._hybrid_work(requests, step, seqs, context, now)
             seconds = self.device.solo_seconds(work, sms)
@@ -479,16 +482,17 @@ class Simulation:
 
     def _ended(self, flight: Flight | HybridFlight, lane: str, now: float) -> None:
         """Tell the policy how long a step took, and write its row."""
-        step = flight.step
-        elapsed = now - flight.start_s
+        step, start = flight.step, flight.start_s
+        elapsed = now - start
         if self.record is not None:
             self.record("observe", (step, elapsed))
-        self.policy.observe(step, elapsed)
+        self._observe(step, elapsed)
+        number = self.steps_ended
+        self.steps_ended = number + 1
         (prefill_tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d) = flight.row
-        self.sink.step((self.steps_ended, lane, lane, flight.start_s, now, flight.sms, prefill_tokens, seqs, context,
-                        first_layer, layers, step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used,
-                        target_p, target_d, step.reason))
-        self.steps_ended += 1
+        self._write_step((number, lane, lane, start, now, flight.sms, prefill_tokens, seqs, context, first_layer, layers,
+                          step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used, target_p, target_d,
+                          step.reason))
 
     def _finish_hybrid(self, step: Any, now: float) -> None:
         state = self.state
