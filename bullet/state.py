@@ -276,27 +276,23 @@ class _Column:
             self._hold(self.items + array("d", bytes(8 * max(len(self.items), index + 1 - len(self.items)))))
         self.items[index] = value
 
-    def shift(self, start: int, end: int, by: int) -> None:
-        """Move elements ``start .. end - 1`` by ``by`` places."""
-        if end + by > len(self.items):
-            self.set(end + by - 1, 0.0)
-        self.view[start + by : end + by] = self.view[start:end].copy()
-
 
 class WaitingQueue:
     """Requests not yet admitted, in order of arrival; preempted ones are put in front.
 
-    Columns are kept beside the list, so that a policy can weigh hundreds of requests at once. ``version`` changes
-    with every change: results may be cached against it.
+    Columns are kept beside the list, so that a policy can weigh hundreds of requests at once: ``arrival_s``,
+    ``ttft_slo_s``, ``known_tokens`` (to prefill), in the order of ``requests``; not to be written to. ``version`` changes with
+    every change: results may be cached against it.
     """
 
-    __slots__ = ("_arrival_s", "_known_tokens", "_start", "_ttft_slo_s", "requests", "version")
+    __slots__ = ("arrival_s", "known_tokens", "requests", "ttft_slo_s", "version")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.arrival_s: list[float] = []
+        self.ttft_slo_s: list[float] = []
+        self.known_tokens: list[int] = []
         self.version = 0
-        self._start = 0  # of the columns' used part: most requests leave at the front
-        self._arrival_s, self._ttft_slo_s, self._known_tokens = _Column(), _Column(), _Column()
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -307,44 +303,25 @@ class WaitingQueue:
     def __getitem__(self, index: int) -> Request:
         return self.requests[index]
 
-    @property
-    def arrival_s(self) -> NDArray[np.float64]:
-        """Arrival times, shape (len,)."""
-        return self._arrival_s.view[self._start : self._start + len(self.requests)]
-
-    @property
-    def ttft_slo_s(self) -> NDArray[np.float64]:
-        """TTFT objectives, shape (len,)."""
-        return self._ttft_slo_s.view[self._start : self._start + len(self.requests)]
-
-    @property
-    def known_tokens(self) -> NDArray[np.float64]:
-        """Tokens to prefill, shape (len,), whole numbers as floats."""
-        return self._known_tokens.view[self._start : self._start + len(self.requests)]
-
     def append(self, request: Request) -> None:
         """Enqueue a new arrival."""
-        self._write(self._start + len(self.requests), request)
         self.requests.append(request)
+        self.arrival_s.append(request.arrival_s)
+        self.ttft_slo_s.append(request.ttft_slo_s)
+        self.known_tokens.append(request.known_tokens)
+        self.version += 1
 
     def push_front(self, request: Request) -> None:
         """Enqueue a preempted request ahead of all."""
-        if self._start == 0:
-            for column in (self._arrival_s, self._ttft_slo_s, self._known_tokens):
-                column.shift(0, len(self.requests), 64)
-            self._start = 64
-        self._start -= 1
-        self._write(self._start, request)
         self.requests.insert(0, request)
+        self.arrival_s.insert(0, request.arrival_s)
+        self.ttft_slo_s.insert(0, request.ttft_slo_s)
+        self.known_tokens.insert(0, request.known_tokens)
+        self.version += 1
 
     def refresh(self, request: Request) -> None:
         """A waiting request gained a token, from a step that was in flight when it was preempted."""
-        self._write(self._start + self.requests.index(request), request)
-
-    def _write(self, at: int, request: Request) -> None:
-        self._arrival_s.set(at, request.arrival_s)
-        self._ttft_slo_s.set(at, request.ttft_slo_s)
-        self._known_tokens.set(at, request.known_tokens)
+        self.known_tokens[self.requests.index(request)] = request.known_tokens
         self.version += 1
 
     def remove(self, request_id: int) -> Request:
@@ -352,14 +329,11 @@ class WaitingQueue:
         requests = self.requests
         if requests and requests[0].id == request_id:
             index = 0
-            self._start = self._start + 1 if len(requests) > 1 else 0
         else:
             index = next((i for i, r in enumerate(requests) if r.id == request_id), -1)
             if index < 0:
                 raise KeyError(request_id)
-            at, end = self._start + index, self._start + len(requests)
-            for column in (self._arrival_s, self._ttft_slo_s, self._known_tokens):
-                column.shift(at + 1, end, -1)
+        del self.arrival_s[index], self.ttft_slo_s[index], self.known_tokens[index]
         self.version += 1
         return requests.pop(index)
 

@@ -438,8 +438,8 @@ class Bullet:
         started = 0
         while started < len(requests) and requests[started].first_token_s is not None:
             started += 1
-        rows = [self._row_for(int(tokens)) for tokens in queue.known_tokens.tolist()]
-        arrival_s, ttft_slo_s = queue.arrival_s.tolist(), queue.ttft_slo_s.tolist()
+        rows = [self._row_for(tokens) for tokens in queue.known_tokens]
+        arrival_s, ttft_slo_s = queue.arrival_s, queue.ttft_slo_s
         order = list(range(len(rows)))
         if len(rows) - started > 1:
             correction = self.estimator.prefill_correction(index)
@@ -526,7 +526,7 @@ class Bullet:
         if kv.free_blocks > kv.blocks_for(self.most_tokens) * (1 + len(popped)) + state.decode_seqs:
             return False  # whatever the model can take, it fits
         if self._largest is None or self._largest[0] != queue.version:
-            self._largest = (queue.version, int(queue.known_tokens.max()))
+            self._largest = (queue.version, max(queue.known_tokens))
         blocks = kv.blocks_for(self._largest[1])
         if kv.free_blocks > blocks * (1 + len(popped)) + state.decode_seqs:
             return False  # whichever is the head, it fits

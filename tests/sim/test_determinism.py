@@ -157,8 +157,8 @@ def fingerprint(state: SystemState) -> Any:
 
     batch, decode = state.prefill, state.decode
     return (
-        [of(r) for r in state.queue], state.queue.version, state.queue.arrival_s.tolist(),
-        state.queue.ttft_slo_s.tolist(), state.queue.known_tokens.tolist(),
+        [of(r) for r in state.queue], state.queue.version, list(state.queue.arrival_s),
+        list(state.queue.ttft_slo_s), list(state.queue.known_tokens),
         batch and ([of(r) for r in batch.requests], batch.layers_done, batch.tokens),
         [of(r) for r in state.ready], [of(r) for r in state.chunked], [of(r) for r in decode.requests.values()],
         decode.iteration, decode.version, decode.cached_tokens, list(decode.residues), decode.first_token_s.tolist(),
