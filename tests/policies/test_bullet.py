@@ -62,6 +62,9 @@ class Tabulated:
     def prefill_base(self, prompt_tokens):
         return prompt_tokens / P
 
+    def prefill_base_at(self, prompt_tokens, index):
+        return float(sum(prompt_tokens) / P[index])
+
     def prefill_correction(self, index):
         return 1.0
 
