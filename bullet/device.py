@@ -21,7 +21,7 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -265,6 +265,10 @@ class DeviceModel:
         self._tile_rows = math.gcd(*(rows for rows, _, _ in c.gemm_tiles))
         self._tilings_of: dict[tuple[int, int, int], tuple[float, int]] = {}
         self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
+        self._head_lines = self._lines(lambda seqs: work_model.head_kernels(model, seqs, tensor_parallel))
+        self._dense_lines: list[tuple[float, ...]] = []
+        if not model.num_experts:
+            self._dense_lines = self._lines(lambda tokens: work_model.dense_kernels(model, tokens, tensor_parallel))
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
 
@@ -348,13 +352,15 @@ class DeviceModel:
         row = self._dense.get(tokens)
         if row is None:
             tp = self.tensor_parallel
-            kernels = work_model.dense_kernels(self.model, tokens, tp)
             extra_s = 0.0
             if tp > 1:
                 sent = work_model.all_reduce_bytes(self.model, tokens, tp)
                 extra_s = (sent / (self.gpu.link_bytes_per_s * self.coefficients.link_efficiency)
                            + 2 * self.coefficients.all_reduce_overhead_s)
-            row = self._row(kernels, extra_s)
+            if self.model.num_experts:
+                row = self._row(work_model.dense_kernels(self.model, tokens, tp), extra_s)
+            else:
+                row = self._row_along(self._dense_lines, tokens, extra_s)
             # The embedding runs once a step; a layer carries its share, so that a prefill cut by layers adds up.
             c, once = self.coefficients, work_model.embedding_bytes(self.model, tokens)
             row.row_s += once / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth["embedding"]) / self.model.num_layers
@@ -367,7 +373,7 @@ class DeviceModel:
     def _head_row(self, seqs: int) -> _Row:
         row = self._heads.get(seqs)
         if row is None:
-            row = self._row(work_model.head_kernels(self.model, seqs, self.tensor_parallel), 0.0)
+            row = self._row_along(self._head_lines, seqs, 0.0)
             if self.cache:
                 self._heads[seqs] = row
         return row
@@ -387,32 +393,55 @@ class DeviceModel:
                 fixed_s += c.rowwise_overhead_s
         return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
 
+    def _lines(self, kernels: Callable[[int], Sequence[work_model.KernelWork]]) -> list[tuple[float, ...]]:
+        """Each kernel's bytes/s (0: a GEMM), operations at one token and more with every token, bytes likewise, columns and
+        inner size: without experts all grow evenly, and need not be described anew for every count."""
+        c = self.coefficients
+        return [(0.0 if one.k else self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[one.name], one.flops, two.flops - one.flops,
+                 one.bytes, two.bytes - one.bytes, one.columns, one.k)
+                for one, two in zip(kernels(1), kernels(2), strict=True)]
+
+    def _row_along(self, lines: Sequence[tuple[Any, ...]], count: int, extra_s: float) -> _Row:
+        """:meth:`_row` of those kernels for ``count`` tokens, or sequences."""
+        c = self.coefficients
+        gemms: list[_Term] = []
+        row_s, fixed_s, flops, bytes_ = 0.0, extra_s, 0.0, 0.0
+        more, filled = count - 1, -(-count // self._tile_rows)
+        for per_s, flops_1, more_flops, bytes_1, more_bytes, columns, k in lines:
+            moved = bytes_1 + more * more_bytes
+            flops += flops_1 + more * more_flops
+            bytes_ += moved
+            if k:
+                tile = self._tilings_of.get((columns, k, filled)) or self._tiling(count, columns, k)
+                gemms.append((*tile, moved * self._gemm_byte_s))
+                fixed_s += c.gemm_overhead_s
+            else:
+                row_s += moved / per_s
+                fixed_s += c.rowwise_overhead_s
+        return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
+
     def _gemm_term(self, kernel: work_model.KernelWork) -> _Term:
-        """With the tile that computes fastest on the whole device: the library chooses without knowing of partitions.
+        """One GEMM. Mixture of experts: rows are spread over experts, each padded to its own tiles."""
+        whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
+        groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
+        return *self._tiling(kernel.rows, kernel.columns, kernel.k, groups), kernel.bytes * self._gemm_byte_s
+
+    def _tiling(self, rows: int, columns: int, k: int, groups: float = 1.0) -> tuple[float, int]:
+        """Seconds of a block, and blocks, with the tile that computes fastest on the whole device: the library chooses
+        without knowing of partitions.
 
         Where bytes bound several tiles alike (decode) that is the one with the least arithmetic: a wide tile, mostly empty,
         would wait for bandwidth on all SMs and for its own padding on a few.
         """
-        key = (kernel.columns, kernel.k, -(-kernel.rows // self._tile_rows))  # rows that fill the same tiles are alike
-        found = self._tilings_of.get(key)
-        if found is None or self.model.num_experts:
-            found = self._tiling(kernel)
-            if self.cache:
-                self._tilings_of[key] = found
-        return *found, kernel.bytes * self._gemm_byte_s
-
-    def _tiling(self, kernel: work_model.KernelWork) -> tuple[float, int]:
-        """Seconds of a block, and blocks."""
-        # Mixture of experts: rows are spread over experts, each padded to its own tiles.
-        whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
-        groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
         found = []
-        for rows, columns, block_s in self._tiles(kernel.k):
-            blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
+        for tile_rows, tile_columns, block_s in self._tiles(k):
+            blocks = -(-rows // tile_rows) * -(-columns // tile_columns)
             if groups != 1.0:
                 blocks = max(1, round(groups * blocks))
             found.append((-(-blocks // self.num_sms) * block_s, block_s, blocks))
         _, block_s, blocks = min(found, key=itemgetter(0))
+        if self.cache and groups == 1.0:
+            self._tilings_of[columns, k, -(-rows // self._tile_rows)] = block_s, blocks  # of all rows that fill the same tiles
         return block_s, blocks
 
     def _tiles(self, k: int) -> list[tuple[int, int, float]]:

@@ -45,8 +45,11 @@ PART_ROWS = 16384
 """Rows that are held in memory before they go to a part file: 6 MB; a killed run loses no more than these."""
 
 
-def _packed(cells: Sequence[Any], kind: str) -> NDArray[Any]:
+def _packed(cells: list[Any], kind: str) -> NDArray[Any]:
     """One column; through ``array``, which is half as dear as numpy's look at each cell. Null times become NaN."""
+    if cells and cells.count(cells[0]) == len(cells):  # as many columns of a lock-step system are
+        one = math.nan if cells[0] is None else cells[0]
+        return np.full(len(cells), one, dtype=object if kind == "str" else kind)
     if kind == "str":
         return np.array(cells, dtype=object)
     code = {"f8": "d", "i8": "q", "i4": "i"}[kind]
@@ -82,7 +85,7 @@ class Table:
         """Rows one after the other, as a flat list: cheaper to gather, and much cheaper to turn into columns."""
         width = len(cls.columns)
         assert len(cells) % width == 0, f"{len(cells)} cells of {width} columns"
-        return cls({name: _packed(cells[i::width], kind) for i, (name, kind) in enumerate(cls.columns.items())})
+        return cls({name: _packed(list(cells[i::width]), kind) for i, (name, kind) in enumerate(cls.columns.items())})
 
     @classmethod
     def concatenate(cls, tables: Sequence[Any]) -> Any:

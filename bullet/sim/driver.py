@@ -688,7 +688,7 @@ def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, 
     assert tpot_slo_s is not None
     span_s = run.now_s - (run.arrivals[0] if run.arrivals else 0.0)
     held_sm_s = steps["sms"] * steps["actual_s"]
-    held = {lane: float(held_sm_s[steps["lane"] == lane].sum()) for lane in (PREFILL, DECODE, HYBRID)}
+    held = {lane.name: float(held_sm_s[steps["lane"] == lane.name].sum()) for lane in run.lanes}
     return RunOutcome(
         config=config, system=config.policy.name, steps=steps, requests=requests,
         itl_s=np.array(run.itl_s), itl_counts=np.array(run.itl_counts), sm_seconds=run.gpu.sm_seconds(span_s, held),
