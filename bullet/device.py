@@ -152,13 +152,12 @@ before each of them and after the last: seconds at 0, and seconds per unit of ``
 class _Row:
     """Kernels that depend on one count alone (tokens, or sequences): built once per count, exact."""
 
-    __slots__ = ("bytes", "curves", "fixed_s", "flops", "gemms", "row_s", "solo_s")
+    __slots__ = ("bytes", "curves", "fixed_s", "gemms", "row_s", "solo_s")
 
-    def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
+    def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, bytes_: float) -> None:
         self.gemms = gemms
         self.row_s = row_s
         self.fixed_s = fixed_s
-        self.flops = flops
         self.bytes = bytes_
         self.solo_s: dict[int, float] = {}
         self.curves: dict[tuple[int, float], _Curve] = {}
@@ -193,20 +192,18 @@ class _Row:
 
 
 class StepWork:
-    """What a step does, independent of SMs. ``flops`` and ``bytes`` are totals over its layers."""
+    """What a step does, independent of SMs. ``bytes``: in all, which is what a co-runner feels of it."""
 
-    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "flops", "head", "layers",
-                 "solo_s", "solo_sms")
+    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "head", "layers", "solo_s", "solo_sms")
 
     def __init__(self, layers: int, dense: _Row, head: _Row | None, attention: tuple[_Term, ...],
-                 attention_fixed_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
+                 attention_fixed_s: float, fixed_s: float, bytes_: float) -> None:
         self.layers = layers
         self.dense = dense
         self.head = head
         self.attention = attention
         self.attention_fixed_s = attention_fixed_s
         self.fixed_s = fixed_s
-        self.flops = flops
         self.bytes = bytes_
         # The last answer of solo_seconds, if answers are kept: a step is timed against several co-runners on the same SMs.
         self.solo_sms = 0
@@ -245,7 +242,6 @@ class DeviceModel:
         empty, one = (work_model.decode_attention(model, 1, tokens, tensor_parallel) for tokens in (0, 1))
         self._query_bytes = empty.bytes
         self._context_bytes = one.bytes - empty.bytes
-        self._context_flops = one.flops
         # Both attentions are linear in a few counts: take the slopes from work.py and build no kernel objects per step.
         new, chunk = (work_model.prefill_attention(model, [(1, past)], tensor_parallel) for past in (0, 1))
         self._pair_flops = new.flops
@@ -295,58 +291,51 @@ class DeviceModel:
             dense = self._dense_row(num_seqs)
         if head is None:
             head = self._head_row(num_seqs)
-        layers = self.model.num_layers
+        layers = self._num_layers
         moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
         return StepWork(
             layers, dense, head, ((self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
-            self._decode_fixed_s, self._host_gap_s,
-            layers * (dense.flops + self._context_flops * context_tokens) + head.flops,
-            layers * (dense.bytes + moved) + head.bytes)
+            self._decode_fixed_s, self._host_gap_s, layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
                     logits_seqs: int, layers: int | None = None) -> StepWork:
         """One lock-step batch: dense kernels once over all tokens, attention of both parts; all layers unless said."""
-        return self._work(pieces, num_seqs, context_tokens, layers or self.model.num_layers, logits_seqs)
+        return self._work(pieces, num_seqs, context_tokens, layers or self._num_layers, logits_seqs)
 
     def _work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, layers: int,
               logits_seqs: int) -> StepWork:
-        if not pieces and layers == self.model.num_layers and logits_seqs == num_seqs:
+        if not pieces and layers == self._num_layers and logits_seqs == num_seqs:
             return self.decode_work(num_seqs, context_tokens)
-        c = self.coefficients
-        tokens = num_seqs
         attention: tuple[_Term, ...] = ()
-        fixed_s = 0.0
-        attention_flops = attention_bytes = 0.0
+        tokens, fixed_s, bytes_ = num_seqs, 0.0, 0.0
         if pieces:
-            pairs, context, tiles = 0.0, 0, 0
+            c = self.coefficients
+            pairs, context, tiles, prompts = 0.0, 0, 0, 0
             for new, past in pieces:
-                tokens += new
+                prompts += new
                 context += new + past
                 pairs += new * (past + (new + 1) / 2)
                 tiles += -(-new // work_model.ATTENTION_TILE_ROWS)
-            attention_flops = self._pair_flops * pairs
-            attention_bytes = self._chunk_new_bytes * (tokens - num_seqs) + self._chunk_context_bytes * context
+            tokens += prompts
+            bytes_ = self._chunk_new_bytes * prompts + self._chunk_context_bytes * context
             blocks = tiles * self._chunk_heads
-            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * (tokens - num_seqs))
+            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts)
             block_s = padded / blocks * self._op_s / c.prefill_attention_efficiency
-            attention = ((block_s, blocks, attention_bytes / self._peak_bytes_per_s),)
-            fixed_s += c.prefill_attention_overhead_s
+            attention = ((block_s, blocks, bytes_ / self._peak_bytes_per_s),)
+            fixed_s = c.prefill_attention_overhead_s
         if num_seqs:
             moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
             # Split-KV cuts a sequence into as many blocks as fill the device: N a sequence, so waves do not show.
             attention = (*attention, (self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s))
             fixed_s += self._decode_fixed_s
-            attention_flops += self._context_flops * context_tokens
-            attention_bytes += moved
-        dense = self._dense_row(tokens)
-        head = self._head_row(logits_seqs) if logits_seqs else None
-        share = layers / self.model.num_layers
-        flops = layers * (dense.flops + attention_flops)
-        bytes_ = layers * (dense.bytes + attention_bytes)
-        if head is not None:
-            flops += head.flops
+            bytes_ += moved
+        dense = self._dense.get(tokens) or self._dense_row(tokens)
+        bytes_ = layers * (dense.bytes + bytes_)
+        head = None
+        if logits_seqs:
+            head = self._heads.get(logits_seqs) or self._head_row(logits_seqs)
             bytes_ += head.bytes
-        return StepWork(layers, dense, head, attention, fixed_s, self._host_gap_s * share, flops, bytes_)
+        return StepWork(layers, dense, head, attention, fixed_s, self._host_gap_s * (layers / self._num_layers), bytes_)
 
     def _dense_row(self, tokens: int) -> _Row:
         row = self._dense.get(tokens)
@@ -381,9 +370,8 @@ class DeviceModel:
     def _row(self, kernels: Sequence[work_model.KernelWork], extra_s: float) -> _Row:
         c = self.coefficients
         gemms: list[_Term] = []
-        row_s, fixed_s, flops, bytes_ = 0.0, extra_s, 0.0, 0.0
+        row_s, fixed_s, bytes_ = 0.0, extra_s, 0.0
         for kernel in kernels:
-            flops += kernel.flops
             bytes_ += kernel.bytes
             if kernel.k:
                 gemms.append(self._gemm_term(kernel))
@@ -391,25 +379,23 @@ class DeviceModel:
             else:
                 row_s += kernel.bytes / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[kernel.name])
                 fixed_s += c.rowwise_overhead_s
-        return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
+        return _Row(tuple(gemms), row_s, fixed_s, bytes_)
 
     def _lines(self, kernels: Callable[[int], Sequence[work_model.KernelWork]]) -> list[tuple[float, ...]]:
-        """Each kernel's bytes/s (0: a GEMM), operations at one token and more with every token, bytes likewise, columns and
-        inner size: without experts all grow evenly, and need not be described anew for every count."""
+        """Each kernel's bytes/s (0: a GEMM), bytes at one token and more with every token, columns and inner size: without
+        experts all grow evenly, and need not be described anew for every count."""
         c = self.coefficients
-        return [(0.0 if one.k else self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[one.name], one.flops, two.flops - one.flops,
-                 one.bytes, two.bytes - one.bytes, one.columns, one.k)
-                for one, two in zip(kernels(1), kernels(2), strict=True)]
+        return [(0.0 if one.k else self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[one.name], one.bytes, two.bytes - one.bytes,
+                 one.columns, one.k) for one, two in zip(kernels(1), kernels(2), strict=True)]
 
     def _row_along(self, lines: Sequence[tuple[Any, ...]], count: int, extra_s: float) -> _Row:
         """:meth:`_row` of those kernels for ``count`` tokens, or sequences."""
         c = self.coefficients
         gemms: list[_Term] = []
-        row_s, fixed_s, flops, bytes_ = 0.0, extra_s, 0.0, 0.0
+        row_s, fixed_s, bytes_ = 0.0, extra_s, 0.0
         more, filled = count - 1, -(-count // self._tile_rows)
-        for per_s, flops_1, more_flops, bytes_1, more_bytes, columns, k in lines:
+        for per_s, bytes_1, more_bytes, columns, k in lines:
             moved = bytes_1 + more * more_bytes
-            flops += flops_1 + more * more_flops
             bytes_ += moved
             if k:
                 tile = self._tilings_of.get((columns, k, filled)) or self._tiling(count, columns, k)
@@ -418,7 +404,7 @@ class DeviceModel:
             else:
                 row_s += moved / per_s
                 fixed_s += c.rowwise_overhead_s
-        return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
+        return _Row(tuple(gemms), row_s, fixed_s, bytes_)
 
     def _gemm_term(self, kernel: work_model.KernelWork) -> _Term:
         """One GEMM. Mixture of experts: rows are spread over experts, each padded to its own tiles."""

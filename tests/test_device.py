@@ -28,8 +28,8 @@ REAL = load_device(DeviceConfig())
 
 def step(compute: tuple[float, int] = (0.0, 0), bytes_s: float = 0.0, bytes_: float = 0.0) -> StepWork:
     """One kernel: (seconds a block, blocks), seconds of its bytes on the whole device."""
-    row = _Row(((compute[0], compute[1], bytes_s),), 0.0, 0.0, 0.0, bytes_)
-    return StepWork(1, row, None, (), 0.0, 0.0, 0.0, bytes_)
+    row = _Row(((compute[0], compute[1], bytes_s),), 0.0, 0.0, bytes_)
+    return StepWork(1, row, None, (), 0.0, 0.0, bytes_)
 
 
 def toy(**changes: object) -> DeviceModel:
@@ -224,14 +224,17 @@ def test_a_fit_that_is_not_an_object_is_refused(tmp_path: Path, text: str) -> No
 def test_a_step_holds_the_operations_and_bytes_of_its_kernels() -> None:
     """The device builds attention from slopes, not kernel objects: the totals are those of work.py."""
     pieces, seqs, context = [(700, 0), (130, 900)], 5, 4321
+    coefficients = dataclasses.replace(REAL.coefficients, prefill_attention_extra_keys=0.0)
     for tp in (1, 2):
-        device = DeviceModel(REAL.model, REAL.gpu, REAL.coefficients, tensor_parallel=tp)
+        device = DeviceModel(REAL.model, REAL.gpu, coefficients, tensor_parallel=tp)
         step = device.hybrid_work(pieces, seqs, context, logits_seqs=6)
         kernels = work.layer_kernels(REAL.model, pieces, seqs, context, tp)
         head = work.head_kernels(REAL.model, 6, tp)
-        assert step.flops == pytest.approx(32 * sum(k.flops for k in kernels) + sum(k.flops for k in head), rel=1e-12)
         assert step.bytes == pytest.approx(32 * sum(k.bytes for k in kernels) + sum(k.bytes for k in head)
                                            + work.embedding_bytes(REAL.model, 835), rel=1e-12)
+        (block_s, blocks, _), _ = step.attention
+        operations = block_s * blocks * coefficients.prefill_attention_efficiency * REAL.gpu.peak_flops / REAL.gpu.num_sms
+        assert operations == pytest.approx(work.prefill_attention(REAL.model, pieces, tp).flops, rel=1e-12)
 
 
 def test_the_embedding_runs_once_a_step() -> None:

@@ -18,6 +18,7 @@ from zlib import crc32
 
 import numpy as np
 import simpy
+from simpy.events import NORMAL
 
 from bullet.config import KV_BLOCK_TOKENS, RunConfig, get_gpu, get_model, resolve_slo
 from bullet.device import DeviceModel, StepWork, kv_capacity_tokens, load_device
@@ -218,7 +219,7 @@ class Simulation:
         self.next_s = at_s
         event = self._tick  # the one pending event, used again and again
         event.callbacks = self._callbacks
-        env.schedule(event, delay=delay_s if delay_s > 0.0 else 0.0)
+        env.schedule(event, NORMAL, delay_s if delay_s > 0.0 else 0.0)
 
     def _boundary_of_two(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
