@@ -81,11 +81,11 @@ class Table:
         return cls.from_cells([cell for row in rows for cell in row])
 
     @classmethod
-    def from_cells(cls, cells: Sequence[Any]) -> Any:
+    def from_cells(cls, cells: list[Any]) -> Any:
         """Rows one after the other, as a flat list: cheaper to gather, and much cheaper to turn into columns."""
         width = len(cls.columns)
         assert len(cells) % width == 0, f"{len(cells)} cells of {width} columns"
-        return cls({name: _packed(list(cells[i::width]), kind) for i, (name, kind) in enumerate(cls.columns.items())})
+        return cls({name: _packed(cells[i::width], kind) for i, (name, kind) in enumerate(cls.columns.items())})
 
     @classmethod
     def concatenate(cls, tables: Sequence[Any]) -> Any:
