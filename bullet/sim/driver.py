@@ -64,14 +64,29 @@ class RowSink(Protocol):
         """A request finished, was rejected, or was left unfinished at the end."""
 
 
+PACK_STEPS = 4096
+"""Steps that a run without a folder gathers before it packs them into columns: they are still in the processor's cache."""
+
+
 class ListSink:
-    """Rows in memory, one after the other, for runs without a folder."""
+    """Rows in memory, for runs without a folder."""
 
     def __init__(self) -> None:
-        self.steps: list[Any] = []
+        self.cells: list[Any] = []  # of steps, one row after the other
+        self.packed: list[StepTable] = []
         self.requests: list[Any] = []
-        self.step = self.steps.extend
+        self.step = self.cells.extend
         self.request = self.requests.extend
+
+    def pack(self) -> None:
+        """Called every ``PACK_STEPS`` steps."""
+        self.packed.append(StepTable.from_cells(self.cells))
+        self.cells.clear()
+
+    def tables(self) -> tuple[StepTable, RequestTable]:
+        """All rows."""
+        self.pack()
+        return StepTable.concatenate(self.packed), RequestTable.from_cells(self.requests)
 
 
 Recorder = Callable[[str, tuple[Any, ...]], None]
@@ -138,6 +153,7 @@ class Simulation:
         self.policy = policy
         self.device = device
         self.sink = sink
+        self._pack = sink.pack if isinstance(sink, ListSink) else None
         self._write_step, self._observe = sink.step, policy.observe  # bound once: they are called at every step
         self.progress = progress
         self.record = record
@@ -494,6 +510,8 @@ class Simulation:
         self._write_step((number, lane, lane, start, now, flight.sms, prefill_tokens, seqs, context, first_layer, layers,
                           step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used, target_p, target_d,
                           step.reason))
+        if self._pack is not None and number % PACK_STEPS == PACK_STEPS - 1:
+            self._pack()
 
     def _finish_hybrid(self, step: Any, now: float) -> None:
         state = self.state
@@ -657,7 +675,7 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     try:
         run.run()
         assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
-        return _outcome(run, config, workload, sink, writer)
+        return _outcome(run, config, workload, sink)
     except BaseException:
         # Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished.
         run.close_unfinished()
@@ -680,11 +698,8 @@ def _build_policy(config: RunConfig, device: DeviceModel, splits: SplitTable) ->
                                                          config.policy.options))
 
 
-def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, writer: Any) -> RunOutcome:
-    if writer is not None:
-        steps, requests = writer.tables()
-    else:
-        steps, requests = StepTable.from_cells(sink.steps), RequestTable.from_cells(sink.requests)
+def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any) -> RunOutcome:
+    steps, requests = sink.tables()
     tpot_slo_s = config.slo.tpot_s
     assert tpot_slo_s is not None
     span_s = run.now_s - (run.arrivals[0] if run.arrivals else 0.0)
