@@ -172,7 +172,11 @@ class Chunk(NamedTuple):
 
 
 class HybridStep(NamedTuple):
-    """One lock-step batch: prompt chunks (those with no past are admitted) and, if ``decode``, all decodes."""
+    """One lock-step batch: prompt chunks (those with no past are admitted) and, if ``decode``, all decodes.
+
+    ``steady`` (a step of decodes alone): the answer would stay the same until a request arrives or the next iteration's KV
+    blocks are not free, so a driver need not ask until then.
+    """
 
     sms: int
     chunks: tuple[Chunk, ...] = ()
@@ -183,6 +187,7 @@ class HybridStep(NamedTuple):
     target: Partition | None = None
     preempt: tuple[int, ...] = ()
     reason: str = ""
+    steady: bool = False
 
 
 class Wait(NamedTuple):

@@ -78,7 +78,7 @@ class Vllm:
         if any(options[name] != OPTIONS[name] for name in ("prefix_cache", *CHOICES)):
             self.paging = Paging(options["prefix_cache"], self.admission == "reserve", options["resume"] == "back",
                                  options["steps_in_flight"])
-        self._decode_all = HybridStep(self.sms)  # most steps are this one
+        self._decode_all = HybridStep(self.sms, steady=True)  # most steps are this one
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Running first, then admissions."""

@@ -297,8 +297,11 @@ class Simulation:
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
             gpu.hybrid = None
-            self._finish_hybrid(flight.step, now)
+            step: Any = flight.step
+            self._finish_hybrid(step, now)
             self._ended(flight, HYBRID, now)
+            if step.steady and self.record is None:
+                now = self.now_s = self._repeat(step, now)
         if self.next_arrival_s <= now:
             self._arrivals(now)
         lane = self.lanes[0]
@@ -463,6 +466,31 @@ class Simulation:
             step, now, now + seconds,
             (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks, target_p, target_d))
 
+    def _repeat(self, step: Any, now: float) -> float:
+        """Repeat a steady step for as long as it holds, without asking or sleeping between; returns when the last one ended."""
+        state, sms, noise = self.state, step.sms, self.lanes[0].noise
+        decode, kv = state.decode, state.kv
+        assert not step.chunks, f"{step}: a steady step has decodes alone"
+        assert not step.preempt, f"{step}: a steady step preempts nobody"
+        queue_length = len(state.queue.requests)
+        target_p, target_d = step.target or state.target
+        while decode.size and self.next_arrival_s > now and decode.growth_blocks <= kv.free_blocks:
+            kv.take(decode.growth_blocks)
+            seqs, context, kv_used = decode.size, decode.context_tokens, kv.total_blocks - kv.free_blocks
+            seconds = self.device.decode_seconds(seqs, context, sms)
+            if noise is not None:
+                seconds *= noise.next()
+            end = now + seconds
+            self._end_iteration(end)
+            elapsed = end - now
+            self._observe(step, elapsed)
+            self._step_row((self.steps_ended, HYBRID, HYBRID, now, end, sms, 0, seqs, context, 0, state.num_layers,
+                            step.predicted_s, elapsed, 0.0, 0, queue_length, kv_used, target_p, target_d, step.reason))
+            now = end
+            if self.debug:
+                state.check()
+        return now
+
     def _hybrid_work(self, requests: list[Request], step: HybridStep, seqs: int, context: int,
                      now: float) -> tuple[StepWork, int]:
         """The work of a batch with chunks, and their tokens."""
@@ -504,24 +532,22 @@ class Simulation:
         if self.record is not None:
             self.record("observe", (step, elapsed))
         self._observe(step, elapsed)
-        number = self.steps_ended
-        self.steps_ended = number + 1
         (prefill_tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d) = flight.row
-        self._write_step((number, lane, lane, start, now, flight.sms, prefill_tokens, seqs, context, first_layer, layers,
-                          step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used, target_p, target_d,
-                          step.reason))
-        if self._pack is not None and number % PACK_STEPS == PACK_STEPS - 1:
+        self._step_row((self.steps_ended, lane, lane, start, now, flight.sms, prefill_tokens, seqs, context, first_layer,
+                        layers, step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used, target_p,
+                        target_d, step.reason))
+
+    def _step_row(self, row: tuple[Any, ...]) -> None:
+        self._write_step(row)
+        self.steps_ended = number = self.steps_ended + 1
+        if self._pack is not None and number % PACK_STEPS == 0:
             self._pack()
 
     def _finish_hybrid(self, step: Any, now: float) -> None:
         state = self.state
         complete = state.finish_hybrid(now)
         if step.decode and state.decode.size:
-            finished = self.finish_at.pop(state.decode.iteration + 1, ())
-            self._emit_iteration(now)
-            state.end_hybrid_decode(finished)
-            for request in finished:
-                self._close_finished(request, now)
+            self._end_iteration(now)
         for request in complete:
             self._emit_first(request, now)
             if request.generated >= self.outputs[request.id]:
@@ -531,6 +557,14 @@ class Simulation:
                 state.join_decode(request)
                 self._expect_end(request)
                 self.merged.append(request)
+
+    def _end_iteration(self, now: float) -> None:
+        """Every decode has a token more."""
+        finished = self.finish_at.pop(self.state.decode.iteration + 1, ())
+        self._emit_iteration(now)
+        self.state.end_hybrid_decode(finished)
+        for request in finished:
+            self._close_finished(request, now)
 
     def _expect_end(self, request: Request) -> None:
         """File a request that just joined the decode batch under the iteration that ends it."""
