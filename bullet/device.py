@@ -381,6 +381,11 @@ class DeviceModel:
                 fixed_s += c.rowwise_overhead_s
         return _Row(tuple(gemms), row_s, fixed_s, bytes_)
 
+    def kernel_seconds(self, kernels: Sequence[work_model.KernelWork]) -> float:
+        """Dense kernels one after the other, alone on the whole device."""
+        n = self.num_sms
+        return self._row(kernels, 0.0).seconds(n, self._rate[n], self._inverse_bandwidth[n])
+
     def _lines(self, kernels: Callable[[int], Sequence[work_model.KernelWork]]) -> list[tuple[float, ...]]:
         """Each kernel's bytes/s (0: a GEMM), bytes at one token and more with every token, columns and inner size: without
         experts all grow evenly, and need not be described anew for every count."""
