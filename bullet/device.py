@@ -44,6 +44,18 @@ ROWWISE = ("act", "embedding", "norm", "qk_norm", "rope")
 
 LONGEST_OVERHEAD_S = 0.1
 """No kernel, block, sequence or step costs as much beside its work: above it a fit is in another unit."""
+LEAST_SHARE = 0.001
+"""Below a thousandth of a peak a fit is in another unit as well."""
+LIMITS: Mapping[str, tuple[float, float, str]] = {
+    "rate_cap": (1.0, 10.0, "times the rate with all SMs busy"),
+    "rate_slope": (0.0, 10.0, "a rate's gain with no SM busy"),
+    "bandwidth_sharpness": (0.1, 100.0, "an exponent: beyond it a step"),
+    "contention_loss": (0.0, 1.0, "a share"),
+    "prefill_attention_extra_keys": (0.0, 10_000.0, "keys a query row"),
+    "_s": (0.0, LONGEST_OVERHEAD_S, "seconds"),
+    "": (LEAST_SHARE, 1.0, "a share of the data sheet's peak, or of the SMs")}
+"""What a coefficient may be, by name, by ending, and the rest: least, most, and what it is."""
+LARGEST_TILE = 4096
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class DeviceCoefficients:
         """Read ``fit.json``; :class:`ProfileError` names the file and the key at fault."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise ProfileError(f"{path}: cannot be read as a fit ({exc})") from None
         if not isinstance(raw, dict):
             raise ProfileError(f"{path}: must hold one JSON object, found {type(raw).__name__}")
@@ -109,33 +121,56 @@ class DeviceCoefficients:
         if missing:
             raise ProfileError(f"{path}: {', '.join(missing)} missing")
         tiles, rowwise = raw["gemm_tiles"], raw["rowwise_bandwidth"]
-        if not (isinstance(tiles, list) and tiles
-                and all(isinstance(t, list) and len(t) == 3 and all(_positive(x) for x in t) and t[2] <= 1
-                        and all(isinstance(x, int) for x in t[:2]) for t in tiles)):
-            raise ProfileError(f"{path}: gemm_tiles must be a list of [rows, columns, efficiency in (0, 1]]")
+        if not (isinstance(tiles, list) and tiles and all(_is_tile(tile) for tile in tiles)):
+            raise ProfileError(f"{path}: gemm_tiles = {_short(tiles)}: must be a list of [rows, columns, efficiency]: whole "
+                               f"numbers of 1 to {LARGEST_TILE}, and {LEAST_SHARE} to 1")
         if not (isinstance(rowwise, dict) and set(rowwise) == set(ROWWISE)
-                and all(_positive(x) and x <= 1 for x in rowwise.values())):
-            raise ProfileError(f"{path}: rowwise_bandwidth must give {', '.join(ROWWISE)}, each in (0, 1]")
-        if not isinstance(raw["source"], str) or not isinstance(raw.get("notes", {}), dict):
-            raise ProfileError(f"{path}: source must be text and notes an object")
-        assumed = raw.get("notes", {}).get("assumed", [])
-        if not (isinstance(assumed, list) and all(isinstance(text, str) for text in assumed)):
-            raise ProfileError(f"{path}: notes: assumed must be a list of texts")
-        for name in set(raw) - {"source", "gemm_tiles", "rowwise_bandwidth", "notes"}:
-            value = raw[name]
-            zero_ok = name.endswith(("_s", "_keys", "_slope", "_loss"))  # the others divide
-            if not (_positive(value) or (zero_ok and value == 0 and not isinstance(value, bool))):
-                raise ProfileError(f"{path}: {name} = {value!r}: must be finite and {'0 or more' if zero_ok else 'positive'}")
-            if value > 1 and name.endswith(("_bandwidth", "_efficiency", "_loss", "_knee")):
-                raise ProfileError(f"{path}: {name} = {value!r}: a share, must be 1 or less")
-            if value > LONGEST_OVERHEAD_S and name.endswith("_s"):
-                raise ProfileError(f"{path}: {name} = {value!r}: must be {LONGEST_OVERHEAD_S} s or less; are these seconds?")
+                and all(_within(x, LEAST_SHARE, 1) for x in rowwise.values())):
+            raise ProfileError(f"{path}: rowwise_bandwidth = {_short(rowwise)}: must give {', '.join(ROWWISE)}, each "
+                               f"{LEAST_SHARE} to 1")
+        if not isinstance(raw["source"], str):
+            raise ProfileError(f"{path}: source = {_short(raw['source'])}: must be text")
+        _check_notes(raw.get("notes", {}), f"{path}: notes")
+        for name in sorted(set(raw) - {"source", "gemm_tiles", "rowwise_bandwidth", "notes"}):
+            least, most, what = next(LIMITS[end] for end in LIMITS if name == end or (end in ("_s", "") and name.endswith(end)))
+            if not _within(raw[name], least, most):
+                hint = "; are these seconds?" if what == "seconds" else ""
+                raise ProfileError(f"{path}: {name} = {_short(raw[name])}: must be {least:g} to {most:g} ({what}){hint}")
         raw["gemm_tiles"] = tuple((r, c, float(e)) for r, c, e in tiles)
         return cls(**raw)
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def _within(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_tile(tile: object) -> bool:
+    return (isinstance(tile, list) and len(tile) == 3 and _within(tile[2], LEAST_SHARE, 1)
+            and all(isinstance(x, int) and _within(x, 1, LARGEST_TILE) for x in tile[:2]))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_notes(notes: object, where: str) -> None:
+    """What is read of a fit's notes: all else is free."""
+    if not isinstance(notes, dict):
+        raise ProfileError(f"{where} = {_short(notes)}: must be an object")
+    assumed, fitted_on, errors = notes.get("assumed", []), notes.get("fitted_on", {}), notes.get("errors", {})
+    if not (isinstance(assumed, list) and all(isinstance(text, str) for text in assumed)):
+        raise ProfileError(f"{where}: assumed = {_short(assumed)}: must be a list of texts")
+    if not (isinstance(fitted_on, dict) and all(isinstance(text, str) for text in fitted_on.values())):
+        raise ProfileError(f"{where}: fitted_on = {_short(fitted_on)}: must be an object of texts")
+    if not isinstance(errors, dict):
+        raise ProfileError(f"{where}: errors = {_short(errors)}: must be an object")
+    for name, error in errors.items():
+        needed = ("rows", "median", "p90", "worst")
+        if not (isinstance(error, dict) and all(_within(error.get(key), 0, math.inf) for key in needed)):
+            raise ProfileError(f"{where}: errors: {name} = {_short(error)}: must give {', '.join(needed)}: numbers of 0 or more")
+    if "waves" in notes and not (isinstance(notes["waves"], dict) and {"on", "evidence"} <= set(notes["waves"])):
+        raise ProfileError(f"{where}: waves = {_short(notes['waves'])}: must give on and evidence")
 
 
 # ------------------------------------------------------------------------------------------ step work
