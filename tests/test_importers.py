@@ -195,6 +195,32 @@ def test_a_row_without_its_counts_is_refused(tmp_path: Path, change: dict[str, A
         check_samples([{**rows[0], **change}, rows[1]])
 
 
+def test_one_measurement_under_two_ids_is_refused_with_both_rows(tmp_path: Path) -> None:
+    """Equal in all that was measured: whatever the id says, and whether or not the times are the same."""
+    rows = dense(tmp_path, [*qkv(70, 80, 110), ("layernorm", 64, 3.0), ("final_layernorm", 64, 3.1)])
+    check_samples(rows)  # a layer's norm and the last one have one shape and are two kernels
+    for us in (80, 82):
+        again = {**rows[1], "id": "mine", "order": 9, "median_s": us * 1e-6}
+        with pytest.raises(ProfileError, match=rf"row 9 \(gemm_qkv\) measures what row 1 does \(80 and {us} us\) under another "
+                                               "id, 'mine': leave one out, or number it '.*repeat 2'"):
+            check_samples([*rows, again])
+    norm = {**rows[3], "id": rows[3]["id"].replace("|layernorm", "|mine|layernorm"), "order": 9}
+    with pytest.raises(ProfileError, match=r"row 9 \(norm\) measures what row 3 does"):
+        check_samples([*rows, norm])
+    other = {**rows[1], "id": "mine", "order": None, "sms": 64}  # elsewhere: another measurement
+    check_samples([*rows, other])
+    with pytest.raises(ProfileError, match=r"row mine \(gemm_qkv\): tokens is missing"):
+        check_samples([*rows, {**other, "tokens": None}])
+
+
+def test_numbered_repeats_pass_if_not_too_far_apart(tmp_path: Path) -> None:
+    rows = dense(tmp_path, qkv(70, 80, 110))
+    again = {**rows[1], "id": rows[1]["id"] + "|repeat 2", "order": 9, "median_s": 90e-6}
+    check_samples([*rows, again])
+    with pytest.raises(ProfileError, match=r"row 9 \(gemm_qkv\) repeats row 1: 80 and 330 us are further apart"):
+        check_samples([*rows, {**again, "median_s": 330e-6}])
+
+
 def test_boost_clocks_a_little_above_the_data_sheet_are_no_error(tmp_path: Path) -> None:
     flops = 2 * 2048 * 28672 * 4096
     for share, fine in ((1.01, True), (1.05, False)):
