@@ -19,6 +19,7 @@ from bullet.fit_source import MARK, source_page, write_page
 from bullet.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
 from bullet.lookup import lookup
 from bullet.tables import Row, finalise, read_parquet, write_parquet
+from experiments import gemm_shapes
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -427,3 +428,11 @@ def test_lookup_never_averages_over_what_a_query_leaves_open() -> None:
     with pytest.raises(ProfileError, match="differ in columns: 5000, 7000: choose one"):
         lookup(grid, "gemm", {"tokens": 64})
     assert lookup(grid, "gemm", {"tokens": 64, "columns": 7000}) == pytest.approx(7e-6)
+
+
+def test_a_shapes_rate_and_idle_share() -> None:
+    """1 ms for 2 x 1,024 x 4,096 x 4,096 operations; 8 x 16 = 128 tiles on 108 SMs: two waves, 88 of 216 slots idle."""
+    rows = [fit.Gemm(1024, 4096, 4096, 1e-3), fit.Gemm(100, 4096, 4096, 5e-3)]  # the second is no long prompt
+    rate, idle = gemm_shapes.plateau(rows, GPU)
+    assert rate == pytest.approx(2 * 1024 * 4096 * 4096 / 1e-3)
+    assert idle == pytest.approx(88 / 216)
