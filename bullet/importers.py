@@ -17,7 +17,7 @@ from typing import Any
 
 from bullet.config import GPUS, GpuSpec, ModelSpec, get_gpu, get_model
 from bullet.errors import ProfileError
-from bullet.tables import Row, check_row
+from bullet.tables import KINDS, SOURCES, Row, check_row
 from bullet.units import MICRO, MILLI
 from bullet.work import dense_kernels, embedding_bytes
 
@@ -36,6 +36,8 @@ BYTES_SLACK = 1.05
 """Likewise bytes a second, what the L2 cache can hold aside."""
 FLOOR_S = 20e-6
 """What a kernel may take beyond its roofline however small it is: launch, ramp-up, tail."""
+LEAST_S = 0.2e-6
+"""No kernel is launched and done sooner: a value below is in another unit."""
 UNIT_FACTOR = 100.0
 """Further from its neighbours, or above its roofline, than this, a value is in another unit."""
 REPEAT_SPREAD = 1.5
@@ -43,6 +45,8 @@ REPEAT_SPREAD = 1.5
 SHAPE = ("tokens", "batch", "context_tokens", "decode_seqs", "decode_context_tokens", "columns", "inner", "heads", "kv_heads",
          "head_dim", "num_gpus", "message_bytes")
 """Columns that make a row's identity, beside version and operation."""
+KNOWN_OPS = ("gemm", "prefill_attention", "decode_attention", "paged_decode_attention", "mixed_attention", "norm", "qk_norm",
+             "rope", "act", "embedding", "sampler", "copy", "all_reduce")
 SAME = ("kind", "op", *SHAPE, "backend", "partition", "lane", "unit", "sms", "split_prefill_sms", "split_decode_sms", "corunner",
         "corunner_tokens", "corunner_batch", "corunner_context_tokens", "corunner_sms", "origin_version", "model", "dtype")
 """Two rows of one table that agree in these measured the same thing, whatever their ids say."""
@@ -212,6 +216,7 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4)
         if row["kind"] != "anchor" and row["id"] in seen:
             raise ProfileError(f"{_name(row)} repeats row {_place(seen[row['id']])}: {row['id']}")
         seen[row["id"]] = row
+        check_place(row, gpu)
         if not row["median_s"] > 0:
             raise ProfileError(f"{_name(row)}: {row['median_s']} s: must be positive")
         if row["kind"] != "anchor":
@@ -230,6 +235,9 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4)
             if ratio > UNIT_FACTOR:
                 raise ProfileError(f"{_name(row)}: {row['median_s']:.3g} s is {_times(ratio)} what {gpu.name}'s data sheet "
                                    "allows: another unit?")
+    for row in rows:
+        if row["median_s"] < LEAST_S:
+            raise ProfileError(f"{_name(row)}: {row['median_s']:.3g} s: no kernel takes less than {LEAST_S:g} s: another unit?")
     return gpu
 
 
@@ -251,6 +259,20 @@ def check_repeat(row: Mapping[str, Any], first: Mapping[str, Any]) -> None:
         raise ProfileError(f"{_name(row)} repeats row {_place(first)}: {times} are further apart than repeats can be")
 
 
+def check_place(row: Mapping[str, Any], gpu: GpuSpec) -> None:
+    """Refuse a kind or source that is none, an operation that nobody knows, and SMs that the device has not."""
+    for name, allowed in (("kind", KINDS), ("source", SOURCES)):
+        if row[name] not in allowed:
+            raise ProfileError(f"{_name(row)}: {name} = {row[name]!r}: must be {', '.join(allowed)}")
+    op = row["op"]
+    if op not in KNOWN_OPS and not op.startswith("gemm_") and not op.endswith("_layer"):
+        raise ProfileError(f"{_name(row)}: op = {op!r}: must be gemm_*, *_layer, {', '.join(KNOWN_OPS)}")
+    if row["device_sms"] != gpu.num_sms:
+        raise ProfileError(f"{_name(row)}: device_sms = {row['device_sms']}: {gpu.name} has {gpu.num_sms}")
+    if not 1 <= row["sms"] <= gpu.num_sms:
+        raise ProfileError(f"{_name(row)}: sms = {row['sms']}: must be 1 to {gpu.num_sms}")
+
+
 def check_counts(row: Mapping[str, Any]) -> None:
     """Refuse a row without a count that a fit reads, or with one that no measurement has."""
     op = row["op"]
@@ -261,6 +283,10 @@ def check_counts(row: Mapping[str, Any]) -> None:
             raise ProfileError(f"{_name(row)}: {name} is missing: {op} needs {', '.join(needed)}")
         if value is not None and value < (least if name in needed else 0):
             raise ProfileError(f"{_name(row)}: {name} = {value:g}: must be {least if name in needed else 0} or more")
+    if op.startswith("gemm") and None not in (found := [row[name] for name in ("tokens", "columns", "inner", "flops")]):
+        m, n, k, flops = found
+        if not math.isclose(flops, 2.0 * m * n * k, rel_tol=1e-6):
+            raise ProfileError(f"{_name(row)}: {flops:.6g} flops, but {m} x {n} x {k} are {2.0 * m * n * k:.6g}: one is wrong")
 
 
 def check_peak(row: Mapping[str, Any], gpu: GpuSpec) -> None:
