@@ -225,6 +225,7 @@ def show_(args: argparse.Namespace) -> int:
         if folder.is_dir():
             say(f"\n{folder}: fit.json holds these numbers, SOURCE.md their sources, samples.parquet the rows")
         return 0
+    from bullet.importers import DEVICES, check_samples
     from bullet.lookup import lookup
 
     path, rows = _table(args)
@@ -236,6 +237,11 @@ def show_(args: argparse.Namespace) -> int:
     if args.op is None:
         say("\n".join(listing(rows)))
         return 0
+    names = sorted({r["gpu"] for r in rows})
+    if all(name in DEVICES or name.removeprefix("simulated ") in GPUS for name in names):
+        check_samples(rows)  # what a fit refuses answers no question either
+    elif len(names) > 1:
+        raise ProfileError(f"{path}: measured on {', '.join(names)}: one device a table")
     seconds = lookup(rows, args.op, counts, sms=args.sms)
     say(f"{args.op} at {', '.join(f'{k} {v}' for k, v in counts.items())}: {seconds * 1e6:.2f} us, {rows[0]['source']}, "
         "linear between measured points")
@@ -251,6 +257,8 @@ def _table(args: argparse.Namespace) -> tuple[Path, list[Row]]:
     if not path.is_file():
         raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
     rows, _ = read_parquet(path)
-    if args.gpu is not None and rows and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != args.gpu:
+    if not rows:
+        raise ProfileError(f"{path}: holds no rows")
+    if args.gpu is not None and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != args.gpu:
         raise ProfileError(f"{path}: measured on {found}, not on --gpu {args.gpu}: leave --gpu out or give another table")
     return path, rows

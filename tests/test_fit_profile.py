@@ -130,6 +130,21 @@ def test_too_few_rows_are_refused(op: str, keep: int, message: str) -> None:
                                 borrowed=BORROWED if keep else None)
 
 
+def test_gemms_that_show_one_side_of_the_roofline_are_refused() -> None:
+    """Up to 100 tokens all are bound by bytes on an A100 (156 operations a byte); from 777 on all by operations."""
+    rows = made_table()
+    for keep, message in ((lambda r: r["tokens"] <= 100, r"gemm: 0 rows of made up 1.0 are bound by operations, of 1 to 100 "
+                                                         "tokens; at least 4 are needed .*: measure more tokens"),
+                          (lambda r: r["tokens"] >= 777, "gemm: 0 rows of made up 1.0 are bound by bytes, of 777 to 8192 ")):
+        with pytest.raises(ProfileError, match=message):
+            fit_profile.fit_profile([r for r in rows if not r["op"].startswith("gemm_") or keep(r)], LLAMA, borrowed=BORROWED)
+
+
+def test_rows_of_another_model_are_refused() -> None:
+    with pytest.raises(ProfileError, match=r"row made up 1.0\|gemm_qkv.*: has the shapes of llama-3.1-8b, not of tiny: give its"):
+        fit_profile.fit_profile(made_table(), get_model("tiny"), borrowed=BORROWED)
+
+
 def test_a_family_of_too_few_rows_can_be_borrowed_by_name() -> None:
     rows = made_table()
     few = [r for r in rows if r["op"] != "decode_attention"] + [r for r in rows if r["op"] == "decode_attention"][:3]
@@ -300,8 +315,26 @@ def test_fit_and_show_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert "us, measured, linear between measured points" in capsys.readouterr().out
     assert profile(["show", str(table), "--op", "gemm_qkv", "--tokens", "9000"]) == 2
     assert "tokens = 9000 is outside the measured 1 to 8192" in capsys.readouterr().err
+    assert profile(["show", str(table), "--op", "gemm_qkv", "--tokens", "150", "--sms", "0"]) == 2
+    assert "no rows of 'gemm_qkv' on 0 SMs" in capsys.readouterr().err
     assert profile(["fit", str(tmp_path / "none.parquet")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"gpu": RTX4090}, "measured on NVIDIA GeForce RTX 4090, others on NVIDIA A100"),
+    ({"gpu": "CPU, no partition"}, "measured on CPU, no partition, NVIDIA A100 80GB: one device a table"),
+    ({"median_s": 1.0}, "its neighbours' for its work: another unit"),
+])
+def test_a_table_that_no_fit_takes_answers_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any],
+                                                       message: str) -> None:
+    rows = made_table()
+    write_parquet(tmp_path / "t.parquet", [*rows[:5], {**rows[5], **change}, *rows[6:]], {})
+    assert profile(["show", str(tmp_path / "t.parquet"), "--op", "gemm_qkv", "--tokens", "150"]) == 2
+    assert message in capsys.readouterr().err
+    write_parquet(tmp_path / "empty.parquet", [], {})
+    assert profile(["fit", str(tmp_path / "empty.parquet")]) == 2
+    assert "empty.parquet: holds no rows" in capsys.readouterr().err
 
 
 def test_a_table_of_another_gpu_than_asked_is_refused_before_any_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
