@@ -37,6 +37,8 @@ Tensor = torch.Tensor
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes with a graph; a batch takes the next larger one, a larger batch than all runs eagerly."""
+WARM_UP_TOKENS = (16, 32, 64, 128)
+"""Prompts whose tiles have every height that prefill attention knows, so that each is compiled before serving."""
 CPU_LANE = Lane("cpu", 1, 1)
 """Where there is no stream and SMs mean nothing."""
 
@@ -334,6 +336,17 @@ class Engine:
         x, residual = self.model.layers(batch, None, self.model.embed(batch), self.kv, 0, self.arch.spec.num_layers, num_sms)
         return self.model.logits(batch, x, residual, num_sms)
 
+    def warm_up(self, lanes: Sequence[Lane]) -> None:
+        """Small prefills on every lane before serving: kernels compile and cuBLAS makes each stream's workspace now, and not
+        in the time of the first requests."""
+        room = min(self.max_tokens - 1, self.pool.total * self.block_tokens)
+        for lane in lanes:
+            for tokens in WARM_UP_TOKENS if lane is lanes[0] else WARM_UP_TOKENS[:1]:
+                self.add(-1, [0] * min(tokens, room))
+                run = self.start_prefill([Chunk(-1, min(tokens, room), 0)], lane)
+                self.run_layers(run, self.arch.spec.num_layers, lane).finish()
+                self.remove(-1)
+
     def capture(self, lanes: Sequence[Lane]) -> int:
         """Capture a decode graph for every lane and bucket, before serving: capture synchronises. Returns how many.
 
@@ -406,10 +419,15 @@ class Engine:
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """A failing allocation, and on a GPU a failing kernel, as one line; other errors on a CPU are ours and stay."""
+        """A failing allocation, and on a GPU a failing kernel, as one line; other errors on a CPU are ours and stay.
+
+        Triton's own errors (shared memory, ptxas) are no RuntimeErrors.
+        """
         try:
             yield
-        except RuntimeError as exc:
+        except Exception as exc:
+            if not (isinstance(exc, RuntimeError) or type(exc).__module__.split(".")[0] == "triton"):
+                raise
             message = " ".join(str(exc).split())[:160]
             if any(sign in message.lower() for sign in ("out of memory", "not enough memory", "can't allocate memory")):
                 raise EngineError(f"{what}: out of memory on {self.device} ({message}): lower the KV cache, the batch or the "

@@ -64,7 +64,7 @@ def test_a_real_run_opens_a_gpu_proves_captures_serves_and_leaves_nothing(served
     status, out, gpu = served(policy)
     text = capsys.readouterr().out
     assert status == 0
-    assert "14 decode graphs" in text  # six lanes and the whole device, two buckets each
+    assert "14 decode graphs captured" in text  # six lanes and the whole device, two buckets each
     assert gpu.cuda.log.count("capture") >= 14
     stored = load_run(out)
     assert stored.requests["status"].tolist() == ["finished"] * 4

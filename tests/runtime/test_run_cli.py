@@ -68,6 +68,57 @@ def test_what_is_wrong_is_said_in_one_line(trace, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_record_that_cannot_be_and_two_models_are_refused_before_anything_runs(trace, model, tmp_path, capsys):
+    args = replay_args(trace, model, tmp_path / "out")
+    assert run(*args, "--record", tmp_path / "nowhere" / "r.jsonl") == 2
+    assert f"no folder {tmp_path / 'nowhere'}: make it, or choose another --record" in one_line(capsys)
+    assert run(*args, "--weights", tmp_path) == 2
+    assert "the weights' own config.json is taken, leave --model out" in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_step_times_name_the_least_they_take(model, tmp_path, capsys):
+    assert run("steps", "--device", "cpu", "--model", model, "--max-tokens", "79", "--out", tmp_path / "out") == 2
+    assert "--max-tokens 79: step times take 80 or more on cpu, up to small's 256" in one_line(capsys)
+    assert run("steps", "--device", "cuda", "--max-tokens", "1039", "--out", tmp_path / "out") == 2
+    assert "step times take 1040 or more on cuda" in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@needs_torch
+def test_the_least_is_enough_and_one_less_is_not(model):
+    from bullet.config import get_model, load_run_config
+    from bullet.errors import ProfileError
+    from bullet.runtime.machine import LEAST_TOKENS, measure_steps, open_machine
+
+    config = load_run_config(None, {"device.model": str(model)})
+    for tokens, enough in ((LEAST_TOKENS["cpu"], True), (LEAST_TOKENS["cpu"] - 1, False)):
+        with open_machine("cpu", config, tokens) as opened:
+            if enough:
+                assert measure_steps(opened, get_model(str(model)), repeats=1).contexts == (16, 64)
+            else:
+                with pytest.raises(ProfileError, match="too few sizes"):
+                    measure_steps(opened, get_model(str(model)), repeats=1)
+
+
+@needs_torch
+def test_a_record_on_a_full_disk_keeps_the_requests_and_accounts_for_the_rest(trace, model, tmp_path, capsys):
+    import resource
+
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n" + "0.0,9,120\n" * 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (24_000, hard))  # beyond every table, and within the record
+        assert run(*replay_args(trace, model, tmp_path / "out", "naive"), "--record", tmp_path / "r.jsonl") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "r.jsonl: cannot be written (File too large)" in one_line(capsys)
+    stored = load_run(tmp_path / "out")
+    assert stored.summary["offered"] == len(stored.requests) == 4
+    assert not stored.summary["complete"]
+    assert len(stored.steps) > 5
+
+
 @pytest.mark.skipif(HAS_TORCH, reason="torch is installed")
 def test_without_torch_it_says_so(trace, tmp_path, capsys):
     assert run(*replay_args(trace, "tiny", tmp_path / "out")) == 2

@@ -43,7 +43,7 @@ def test_a_config_is_read(tmp_path):
     assert (arch.spec.num_heads, arch.spec.num_kv_heads, arch.spec.head_dim) == (2, 1, 16)
     assert arch == Architecture.from_hf(tmp_path / "m" / "config.json")
     assert Architecture.from_hf(write_config(tmp_path / "m", rope_theta=...)).rope_theta == 10_000.0
-    assert Architecture.from_hf(write_config(tmp_path / "m", model_type="qwen3")).spec.qk_norm
+    assert Architecture.from_hf(write_config(tmp_path / "m", model_type="qwen3", head_dim=16)).spec.qk_norm
 
 
 @pytest.mark.parametrize("style", ["rope_scaling", "rope_parameters"])
@@ -88,6 +88,9 @@ def test_rope_tables_by_hand():
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "must exceed"),
     ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be an object"),
     ({"hidden_size": ...}, "'hidden_size' is missing"),
+    # transformers would take 128 and 32 for them, not what follows from the other sizes as in a Llama.
+    ({"model_type": "qwen3"}, "'head_dim' is missing: a Qwen3's"),
+    ({"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": None}, "'num_key_value_heads' is missing: a Qwen3's"),
 ])
 def test_what_the_engine_does_not_compute_is_refused_by_name(tmp_path, changes, message):
     folder = write_config(tmp_path / "m", **changes)
