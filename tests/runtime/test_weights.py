@@ -99,6 +99,13 @@ def test_what_the_engine_does_not_compute_is_refused_by_name(tmp_path, changes, 
     assert "config.json" in one_line(error)
 
 
+def test_a_config_nested_without_end_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read as a JSON model config") as error:
+        Architecture.from_hf(tmp_path)
+    one_line(error)
+
+
 # ---------------------------------------------------------------------------------------- random weights
 
 
@@ -190,6 +197,10 @@ def bad_index(folder):
     (folder / "model.safetensors.index.json").write_text("{]")
 
 
+def endless_index(folder):
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
 def index_elsewhere(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../m.safetensors"}}))
 
@@ -214,6 +225,7 @@ def index_of_the_wrong_shard(folder):
     (overwrite, "model-00001-of-00002.safetensors: damaged or not safetensors"),
     (empty, "model-00001-of-00002.safetensors: damaged or not safetensors"),
     (bad_index, "index.json: cannot be read as an index with a weight_map"),
+    (endless_index, "index.json: cannot be read as an index with a weight_map .RecursionError"),
     (index_elsewhere, r"shard '../m.safetensors': must be the name of a .safetensors file in the same folder"),
     (index_without_a_tensor, "tensor 'model.layers.1.mlp.up_proj.weight' is in no shard"),
     (index_of_the_wrong_shard, "00001-of-00002.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' cannot be read"),
