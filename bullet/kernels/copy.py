@@ -1,4 +1,5 @@
-"""Persistent copy on a bounded grid: a memory stream of known SMs, for any dtype.
+"""Persistent copy on a bounded grid: a memory stream of known programs, for any dtype. On a lane of ``num_sms`` SMs it
+fills them; without a partition the hardware spreads its programs, several for each of ``num_sms``, over all the SMs there are.
 
 The kernel is the probe's (:func:`bullet.kernels.probe.memory_stream_kernel`); here it moves bytes in the widest unit that
 their number allows. What decode attention reaches of this bandwidth is its figure of merit. Not yet run on a GPU.
@@ -23,7 +24,7 @@ def check(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy(source: torch.Tensor, target: torch.Tensor, *, num_sms: int) -> torch.Tensor:
-    """``target = source`` on at most ``num_sms`` SMs; returns the target."""
+    """``target = source`` with a grid for ``num_sms`` SMs; returns the target. The two must not overlap."""
     check(source, target)
     require_sms("copy", num_sms)
     size = source.numel() * source.element_size()
