@@ -251,7 +251,7 @@ def _replay(args: argparse.Namespace) -> int:
 
     from bullet import policies, report
     from bullet.config import get_model, resolve_slo
-    from bullet.errors import ResultsError
+    from bullet.errors import ConfigError, ResultsError
     from bullet.runtime.machine import longest, measure_steps, open_machine
     from bullet.runtime.measured import StepProfile
     from bullet.workload import load_workload
@@ -262,6 +262,9 @@ def _replay(args: argparse.Namespace) -> int:
     if args.record is not None and args.record.exists():
         raise ResultsError(f"{args.record}: exists already: choose another --record (nothing is overwritten)")
     profile = None if args.steps is None else StepProfile.from_json(args.steps)
+    if profile is not None and profile.model != get_model(config.device.model).name:
+        raise ConfigError(f"{args.steps}: step times of {profile.model}, the model is {get_model(config.device.model).name}: "
+                          "measure its own with bullet-run steps")
     config = dataclasses.replace(
         config, workload=dataclasses.replace(config.workload, num_requests=len(workload)),
         slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
@@ -273,6 +276,9 @@ def _replay(args: argparse.Namespace) -> int:
     with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
                       threads=args.threads, say=say) as opened:
         machine = opened.machine
+        if profile is not None and (profile.hardware, profile.num_sms) != (machine.name, machine.splits.num_sms):
+            raise ConfigError(f"{args.steps}: step times of {profile.hardware} with {profile.num_sms} SMs, this is "
+                              f"{machine.name} with {machine.splits.num_sms}: measure them here with bullet-run steps")
         config = dataclasses.replace(config, device=dataclasses.replace(config.device, gpu=opened.gpu.name,
                                                                         kv_tokens=machine.kv_blocks * 16))
         if profile is None and args.device == "cpu" and policies.needs_estimator(config.policy.name):

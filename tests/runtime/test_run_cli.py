@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import signal
@@ -245,6 +246,19 @@ def test_lanes_that_take_turns_last_as_long_as_both():
 def test_step_times_survive_their_file(tmp_path):
     (tmp_path / "steps.json").write_text(PROFILE.to_json())
     assert StepProfile.from_json(tmp_path / "steps.json") == PROFILE
+
+
+@needs_torch
+def test_step_times_of_another_model_or_machine_are_refused(trace, model, tmp_path, capsys):
+    path = tmp_path / "steps.json"
+    here = {"model": "small", "hardware": "CPU, no partition"}
+    for changes, words in (({}, "steps.json: step times of tiny, the model is small: measure its own"),
+                           ({"model": "small"}, "step times of a box with 108 SMs, this is CPU, no partition with 108"),
+                           ({**here, "num_sms": 132}, "with 132 SMs, this is CPU, no partition with 108: measure them here")):
+        path.write_text(dataclasses.replace(PROFILE, **changes).to_json())
+        assert run(*replay_args(trace, model, tmp_path / "out", "bullet"), "--steps", path) == 2
+        assert words in one_line(capsys)
+    assert not (tmp_path / "out").exists()
 
 
 @needs_torch
