@@ -258,6 +258,9 @@ def _replay(args: argparse.Namespace) -> int:
 
     config = run_config(args)
     policies.check_name(config.policy.name)
+    for flag, value in (("--estimator", args.estimator), ("--steps", args.steps)):
+        if value is not None and not policies.needs_estimator(config.policy.name):
+            raise ConfigError(f"{flag} {value} has no effect: {config.policy.name} predicts nothing")
     workload = load_workload(config.workload, config.seed)
     if args.record is not None and args.record.exists():
         raise ResultsError(f"{args.record}: exists already: choose another --record (nothing is overwritten)")

@@ -61,6 +61,9 @@ def test_what_is_wrong_is_said_in_one_line(trace, tmp_path, capsys):
     assert "--gpu: with --device cuda" in one_line(capsys)
     assert run("replay", "--device", "cpu", "--threads", "0") == 2
     assert "--threads 0: must be 1 or more" in one_line(capsys)
+    for flag in (("--estimator", "oracle"), ("--steps", "s.json")):
+        assert run("replay", "--device", "cpu", "--policy", "naive", *flag) == 2
+        assert f"{' '.join(flag)} has no effect: naive predicts nothing" in one_line(capsys)
     (tmp_path / "steps.json").write_text("{}")
     assert run("replay", "--device", "cpu", "--trace", trace, "--arrivals", "recorded", "--steps", tmp_path / "steps.json") == 2
     assert "cannot be read as step times" in one_line(capsys)
