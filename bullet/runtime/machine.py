@@ -204,8 +204,10 @@ def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend:
                         enter=enter)
         plain = bench.plain.pairs[0]
         started = time.perf_counter()
+        # The plain lanes first: what is loaded or made at a first launch (kernels, cuBLAS's handle) then belongs to the
+        # primary context, also where a lane's green context is made current around its work.
         engine.warm_up([plain.prefill, *(p.prefill for p in bench.table.pairs if pairs)])
-        graphs = engine.capture([*(p.decode for p in bench.table.pairs if pairs), plain.decode])
+        graphs = engine.capture([plain.decode, *(p.decode for p in bench.table.pairs if pairs)])
         say(f"kernels compiled and {graphs} decode graphs captured in {time.perf_counter() - started:.1f} s; "
             f"{kv_blocks * KV_BLOCK_TOKENS} tokens of KV")
         n = bench.num_units
