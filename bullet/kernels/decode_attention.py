@@ -279,8 +279,8 @@ def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int, b
         {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "starts_ptr": "*i32", "out_ptr": f"*{dtype}", "batch": "i32",
          "num_heads": "i32", "out_stride_seq": "i32", "out_stride_head": "i32"},
         {"HEAD_DIM": head_dim, "DIM": power_of_two(head_dim)}, num_warps=1)
-    name = f"{dtype}_g{group}_d{head_dim}_batch_{batch}"
-    return {f"decode_attention_{name}": attention, f"join_splits_{name}": join}
+    return {f"decode_attention_{dtype}_g{group}_d{head_dim}_batch_{batch}": attention,
+            f"join_splits_{dtype}_d{head_dim}": join}
 
 
 COMPILED: dict[str, Compiled] = {

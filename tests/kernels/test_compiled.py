@@ -60,13 +60,13 @@ def test_no_batch_compiles_a_kernel_anew(name):
     assert {p.name for p in ENTRIES[name].kernel.params if p.do_not_specialize} == VARYING[kind]
 
 
-SIZES = {"batch", "num_kv_heads", "num_heads", "num_rows", "num_tiles", "rows", "columns", "num_elements"}
+SIZES = {"num_kv_heads", "num_heads", "columns", "num_elements"}
 
 
-@pytest.mark.parametrize("name", sorted(ENTRIES))
+@pytest.mark.parametrize("name", sorted(n for n in ENTRIES if SIZES & set(ENTRIES[n].signature)))
 def test_kernels_compile_for_sizes_of_one(name):
-    """Triton makes a constant of an argument that is 1: one sequence, one KV head, one row."""
+    """Triton makes a constant of an argument that is 1, where it may: one KV head, one column, one element."""
     entry = ENTRIES[name]
     ones = dict.fromkeys(SIZES & set(entry.signature), 1)
-    assert ones
+    assert not ones.keys() & {p.name for p in entry.kernel.params if p.do_not_specialize}
     compile_for(dataclasses.replace(entry, constants={**entry.constants, **ones}), 90)
