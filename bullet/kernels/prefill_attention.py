@@ -38,6 +38,8 @@ from bullet.kernels.launch import (
 )
 
 PROGRAMS_PER_SM = 2
+"""By registers (255 of 128 threads at 64 rows and head size 128) two fit; of 128 rows one does, and the second begins where the
+first ends."""
 SMALL_TILE = (32, 32)
 """Rows and keys of a tile for float32: its products take four times the shared memory and time."""
 TILE = (128, 64)
