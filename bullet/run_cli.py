@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -322,10 +322,16 @@ def _steps(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-tokens {most}: step times take {LEAST_TOKENS[args.device]} or more on {args.device}, up to "
                           f"{model.name}'s {model.context_tokens}")
     folder = _fresh(args.out, f"steps-{args.device}")
-    create_folder(folder)
-    with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
-                      threads=args.threads, say=say) as opened:
-        profile = measure_steps(opened, model, seed=config.seed)
+    made = create_folder(folder)
+    try:
+        with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
+                          threads=args.threads, say=say) as opened:
+            profile = measure_steps(opened, model, seed=config.seed)
+    except BaseException:
+        if made:
+            with suppress(OSError):  # somebody else's files are in there by now
+                folder.rmdir()
+        raise
     write_text(folder / "steps.json", profile.to_json())
     say(f"measured on {profile.hardware} ({profile.partition}), {model.name}")
     prefills = zip(profile.prefill_tokens, profile.prefill_s, strict=True)

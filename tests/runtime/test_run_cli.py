@@ -201,6 +201,8 @@ def test_models_and_weights_that_cannot_run_are_refused(trace, model, tmp_path, 
     args = [a for a in replay_args(trace, model, tmp_path / "out") if a not in ("--model", model)]
     assert run(*args, "--weights", model.parent) == 2
     assert "holds neither model.safetensors" in one_line(capsys)
+    assert run("steps", "--device", "cpu", "--weights", model.parent, "--out", tmp_path / "out") == 2
+    assert "holds neither model.safetensors" in one_line(capsys)
     assert not (tmp_path / "out").exists()
 
 
