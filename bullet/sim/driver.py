@@ -300,7 +300,7 @@ class Simulation:
             step: Any = flight.step
             self._finish_hybrid(step, now)
             self._ended(flight, HYBRID, now)
-            if step.steady and self.record is None:
+            if step.steady and self.record is None and not self.custom:  # a user's policy may count on being asked
                 now = self.now_s = self._repeat(step, now)
         if self.next_arrival_s <= now:
             self._arrivals(now)
