@@ -619,8 +619,8 @@ class SystemState:
         if not step.chunks:
             return []
         complete: list[Request] = []
-        for request, (_, new, _) in zip(self._launched, step.chunks, strict=True):
-            request.computed_tokens += new
+        for i, request in enumerate(self._launched):
+            request.computed_tokens += step.chunks[i].new_tokens
             if request.computed_tokens == request.prompt_tokens + request.generated:
                 self._emit_first(request, now_s)
                 complete.append(request)

@@ -92,8 +92,11 @@ class Vllm:
             return self._preempting(state)
         if seqs and not queue and not state.chunked:
             return self._decode_all
-        chunks, budget = _continue(state.chunked, self.budget_tokens - seqs)
-        slots = self.max_num_seqs - seqs - len(state.chunked)
+        chunks: list[Chunk] = []
+        budget, slots = self.budget_tokens - seqs, self.max_num_seqs - seqs
+        if state.chunked:
+            chunks, budget = _continue(state.chunked, budget)
+            slots -= len(state.chunked)
         for request in queue:
             if budget == 0 or slots == 0:
                 break

@@ -494,15 +494,15 @@ class Simulation:
     def _hybrid_work(self, requests: list[Request], step: HybridStep, seqs: int, context: int,
                      now: float) -> tuple[StepWork, int]:
         """The work of a batch with chunks, and their tokens."""
-        pieces: list[tuple[int, int]] = []
+        pieces = [(new, past) for _, new, past in step.chunks]
         tokens, logits = 0, seqs
-        for request, (_, new, past) in zip(requests, step.chunks, strict=True):
+        for i, request in enumerate(requests):
+            new, past = pieces[i]
             if past == 0:
                 self.wait_sum_s += now - request.queued_s
             if new + past == request.prompt_tokens + request.generated:
                 logits += 1
             tokens += new
-            pieces.append((new, past))
         return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits), tokens
 
     def _begin_prefill(self, step: PrefillStep, now: float) -> StepWork:
