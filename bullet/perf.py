@@ -250,6 +250,18 @@ def _by_sms() -> _Ratios:
     return defaultdict(list)
 
 
+class _PrefillTerms(NamedTuple):
+    """Operations and bytes of each kernel of a layer but attention, and of attention; all-reduces; LM head over splits; the
+    node of alpha before the batch's tokens and how far on they lie (None: there is but one)."""
+
+    kernels: list[tuple[float, float]]
+    attention: tuple[float, float]
+    network_s: float
+    head_s: list[float]
+    node: int
+    share: float | None
+
+
 class Srm:
     """Eq. 1 and 2 with contention, calibrated on samples. ``blind``: without contention, from samples taken alone.
 
@@ -288,6 +300,7 @@ class Srm:
         self._dense_blocks: dict[int, Array] = {}
         self._head_rows: dict[int, Array] = {}
         self._prefill_rows: dict[tuple[int, ...], Array] = {}
+        self._last_terms: tuple[tuple[int, ...], _PrefillTerms] = ((), _PrefillTerms([], (0.0, 0.0), 0.0, [], 0, None))
         self._prefill_cells: dict[tuple[int, ...], dict[int, float]] = {}
         self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
         self._decode_rows: dict[tuple[int, int], tuple[Array, Array, list[float], list[float]]] = {}
@@ -328,6 +341,7 @@ class Srm:
             if beside[tokens] and not self.blind:
                 alpha[:-1] = along_sms(self._own[PREFILL], _mean_over(beside[tokens]))[:-1]
             self._alpha_prefill.append(alpha)
+        self._alpha_lists: list[list[float]] = [alpha.tolist() for alpha in self._alpha_prefill]
 
     def _calibrate_decode(self, samples: Sequence[Sample]) -> None:
         """alpha of decode alone, over batch (log2), mean context (linear) and SMs."""
@@ -460,7 +474,7 @@ class Srm:
 
     def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
         """One element of :meth:`prefill_seconds`, to the last bit."""
-        return self.prefill_line(prompt_tokens, decode)(index)
+        return self.prefill_base_at(prompt_tokens, index) * self.prefill_correction(index)
 
     def prefill_line(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Callable[[int], float]:
         """The same for a few indices."""
@@ -520,23 +534,30 @@ class Srm:
         """One element of that, to the last bit. Most batches are asked for on a split or two, and numpy has its price."""
         if self._dense_line is None:
             return float(self._prefill_row(prompt_tokens)[index])
-        total = sum(prompt_tokens)
+        kernels, (flops, bytes_), network_s, head_s, node, share = self._terms_of(prompt_tokens)
         compute, bandwidth = self._prefill_rates[index]
-        dense_s, more = 0.0, total - 1
-        for flops_1, more_flops, bytes_1, more_bytes in self._dense_terms:
-            compute_s, memory_s = (flops_1 + more * more_flops) / compute, (bytes_1 + more * more_bytes) / bandwidth
+        dense_s = 0.0
+        for kernel_flops, kernel_bytes in kernels:
+            compute_s, memory_s = kernel_flops / compute, kernel_bytes / bandwidth
             dense_s += compute_s if compute_s > memory_s else memory_s
-        flops, bytes_ = self._attention_work(prompt_tokens, total)
-        layer_s = max(flops / compute, bytes_ / bandwidth) + (dense_s + self._network_seconds(total))
-        theory = self.model.num_layers * layer_s + float(self._head_seconds(len(prompt_tokens))[index])
-        nodes, values = self._prefill_nodes, self._alpha_prefill
-        alpha = float(values[0][index])
-        if len(nodes) > 1:
-            i, share = _between(math.log2(total), nodes)
-            low = float(values[i][index])
-            alpha = low + share * (float(values[i + 1][index]) - low)
-        base: float = theory * max(alpha, MIN_ALPHA) * self.error
-        return base
+        layer_s = max(flops / compute, bytes_ / bandwidth) + (dense_s + network_s)
+        theory = self.model.num_layers * layer_s + head_s[index]
+        alpha = self._alpha_lists[node][index]
+        if share is not None:
+            alpha += share * (self._alpha_lists[node + 1][index] - alpha)
+        return theory * max(alpha, MIN_ALPHA) * self.error
+
+    def _terms_of(self, prompt_tokens: tuple[int, ...]) -> _PrefillTerms:
+        """What of a batch's eq. 1 and 2 no split changes; it is asked several times running."""
+        if self._last_terms[0] != prompt_tokens:
+            total, nodes = sum(prompt_tokens), self._prefill_nodes
+            kernels = [(flops_1 + (total - 1) * more_flops, bytes_1 + (total - 1) * more_bytes)
+                       for flops_1, more_flops, bytes_1, more_bytes in self._dense_terms]
+            node, share = _between(math.log2(total), nodes) if len(nodes) > 1 else (0, None)
+            terms = _PrefillTerms(kernels, self._attention_work(prompt_tokens, total), self._network_seconds(total),
+                                  self._head_seconds(len(prompt_tokens)).tolist(), node, share)
+            self._last_terms = (prompt_tokens, terms)
+        return self._last_terms[1]
 
     def _attention_work(self, prompt_tokens: tuple[int, ...], total: int) -> tuple[float, float]:
         """Operations and bytes of attention over whole prompts: linear in query-key pairs and in tokens."""
