@@ -545,7 +545,8 @@ class Srm:
         alpha = self._alpha_lists[node][index]
         if share is not None:
             alpha += share * (self._alpha_lists[node + 1][index] - alpha)
-        return theory * max(alpha, MIN_ALPHA) * self.error
+        base: float = theory * max(alpha, MIN_ALPHA) * self.error
+        return base
 
     def _terms_of(self, prompt_tokens: tuple[int, ...]) -> _PrefillTerms:
         """What of a batch's eq. 1 and 2 no split changes; it is asked several times running."""
