@@ -304,6 +304,7 @@ class Srm:
         self._prefill_cells: dict[tuple[int, ...], dict[int, float]] = {}
         self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
         self._decode_rows: dict[tuple[int, int], tuple[Array, Array, list[float], list[float]]] = {}
+        self._decode_blocks: dict[int, tuple[Array, ...]] = {}  # by the first size of a block
         self._octaves: dict[int, int] = {}
         self._last_line: tuple[tuple[int, int], tuple[list[float], ...]] = ((0, 0), ())
         self._calibrate(samples)
@@ -457,14 +458,24 @@ class Srm:
         (Its operations per byte are at most heads / KV heads, below any GPU's ridge point.)
         """
         layers = self.model.num_layers
-        flops, bytes_ = self._dense_work(seqs)
-        queries = self._query_bytes * np.array(seqs)
-        network = np.array([self._network_seconds(n) for n in seqs])
-        rows = np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
-        rows = rows + queries[:, None] / bandwidth + network[:, None]
-        flops, bytes_ = _along(self._head_line, seqs)
-        rows = layers * rows + np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
+        dense_s, dense_bytes, queries, network_s, head_s, head_bytes = self._decode_terms(seqs, compute)
+        rows = np.maximum(dense_s, dense_bytes / bandwidth).sum(axis=1)
+        rows = rows + queries / bandwidth + network_s
+        rows = layers * rows + np.maximum(head_s, head_bytes / bandwidth).sum(axis=1)
         return rows, layers * self._context_bytes / bandwidth
+
+    def _decode_terms(self, seqs: Sequence[int], compute: Array) -> tuple[Array, ...]:
+        """What of that no bandwidth changes: seconds of operations, and bytes, of a layer's kernels and of the LM head."""
+        found = self._decode_blocks.get(seqs[0]) if compute is self._compute[DECODE] else None
+        if found is None:
+            flops, bytes_ = self._dense_work(seqs)
+            head_flops, head_bytes = _along(self._head_line, seqs)
+            network_s = np.array([self._network_seconds(n) for n in seqs])
+            found = (flops[:, :, None] / compute, bytes_[:, :, None], self._query_bytes * np.array(seqs)[:, None],
+                     network_s[:, None], head_flops[:, :, None] / compute, head_bytes[:, :, None])
+            if compute is self._compute[DECODE]:
+                self._decode_blocks[seqs[0]] = found
+        return found
 
     # ---- predictions -----------------------------------------------------------------------------
 
@@ -693,10 +704,17 @@ class Srm:
 
     def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
         """A layer's operations per byte."""
-        total = sum(prompt_tokens)
-        flops, bytes_ = self._attention_work(prompt_tokens, total)
-        dense_flops, dense_bytes = self._dense_work((total,))
-        return (float(dense_flops.sum()) + flops) / (float(dense_bytes.sum()) + bytes_)
+        if self._dense_line is None:
+            total = sum(prompt_tokens)
+            flops, bytes_ = self._attention_work(prompt_tokens, total)
+            dense_flops, dense_bytes = self._dense_work((total,))
+            return (float(dense_flops.sum()) + flops) / (float(dense_bytes.sum()) + bytes_)
+        terms = self._terms_of(prompt_tokens)
+        flops, bytes_ = terms.attention
+        for kernel_flops, kernel_bytes in terms.kernels:
+            flops += kernel_flops
+            bytes_ += kernel_bytes
+        return flops / bytes_
 
     def ridge(self, index: int) -> float:
         """C_p / D_p."""
