@@ -431,8 +431,8 @@ def _closing(bench: Bench, verdicts: list[str], rows: list[dict[str, Any]], resu
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Control, co-run and operation tables of what was measured last, then those of other models or backends that the
-    folder also holds: one cell never stands for two of them.
+    """Control, co-run, own kernels' and operation tables of what was measured last, then those of other models or backends
+    that the folder also holds: one cell never stands for two of them.
     """
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -443,7 +443,8 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {gpu}"}.get(
             backend, f"measured on {gpu}" + (", no partition" if backend == "none" else ""))
         on += f", {model}"
-        tables += [summary.control_lines(found, on), summary.corun_lines(found, on), summary.operation_lines(found, on)]
+        tables += [summary.control_lines(found, on), summary.corun_lines(found, on), summary.own_kernel_lines(found, on),
+                   summary.operation_lines(found, on)]
     return tables
 
 

@@ -23,7 +23,7 @@ from bullet.errors import ProfileError
 from bullet.kernels import timing
 from bullet.perf import SampledState, sample_device
 from bullet.runtime.partition import Lane, Pair, PartitionTable, Split
-from bullet.runtime.plan import ENGINE_LAYERS, PAGED, Point, Shape, flops_and_bytes
+from bullet.runtime.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, flops_and_bytes
 
 CPU_NAME = "CPU, no partition"
 
@@ -156,7 +156,7 @@ class CpuBench:
     def allowed(self, point: Point) -> bool:
         """Triton kernels run on a GPU only; the engine's layers need its packages."""
         ops = (point.shape.op, point.other and point.other.op)
-        return PAGED not in ops and (self._engine or not set(ENGINE_LAYERS).intersection(ops))
+        return not set(OWN_KERNELS).intersection(ops) and (self._engine or not set(ENGINE_LAYERS).intersection(ops))
 
     def measure(self, point: Point) -> list[Measurement]:
         if point.kind == "solo":
