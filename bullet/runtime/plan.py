@@ -3,8 +3,8 @@
 Priority: the co-run matrix and the runs alone that its slow-downs need; the project's own kernels beside torch's on the
 whole device, its engine's layers at once, and the sizes that the least fit needs; controls; the SM axis of torch's
 operations; more shapes; pairs of operations at once; the own kernels along SMs; shapes on a lane; a finer co-run matrix.
-``budget_s`` cuts this list at the end, so that a larger budget measures a superset. What is kept runs in an order drawn from the seed within each
-tier: a run that is cut off has lost the least important part, and slow drift does not line up with an axis.
+``budget_s`` cuts this list at the end, so that a larger budget measures a superset. What is kept runs in an order drawn from
+the seed within each tier: a run that is cut off has lost the least important part, and slow drift does not line up with an axis.
 
 Estimated times rest on data-sheet rates and assumed overheads: they are for planning, never results.
 """

@@ -107,7 +107,7 @@ TARGETS = {"paged_decode_attention": ("copy bandwidth", 0.7), "own_prefill_atten
 
 def own_kernel_lines(rows: Sequence[Row], on: str) -> list[str]:
     """The project's own kernels and its engine's layers beside torch's, alone on the whole device, at the same size:
-    microseconds, speed over torch's, least bytes a second over the best copy's. First what both attentions reach of their targets.
+    microseconds, speed over torch's, least bytes a second over the best copy's. First what both attentions reach of their aims.
     """
     alone: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
