@@ -35,10 +35,10 @@ from bullet.cli import (
 if TYPE_CHECKING:
     from bullet.config import GpuSpec, ModelSpec, RunConfig
     from bullet.device import DeviceModel
+    from bullet.measured import StepProfile
     from bullet.policies.base import Policy
     from bullet.results import RunOutcome
     from bullet.runtime.machine import Opened
-    from bullet.runtime.measured import StepProfile
     from bullet.state import SplitTable
     from bullet.workload import Workload
 
@@ -162,22 +162,15 @@ def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device:
     """The policy object that the simulator would use; its estimator starts from ``device``."""
     from bullet import policies
     from bullet.config import get_model
-    from bullet.perf import Oracle, Srm, make_estimator
-    from bullet.runtime.measured import MeasuredDevice, samples_of
+    from bullet.perf import make_estimator
 
     model = get_model(config.device.model)
     assert config.slo.tpot_s is not None
     estimator = None
     if policies.needs_estimator(config.policy.name):
         assert device is not None
-        options: dict[str, Any] = {"recalibrate": config.policy.recalibrate, "error": config.policy.estimator_error}
-        name = config.policy.estimator
-        if isinstance(device, MeasuredDevice):
-            samples = samples_of(device, splits, config.seed)
-            estimator = (Oracle(device, gpu, splits, samples, **options) if name == "oracle"
-                         else Srm(model, gpu, splits, samples, blind=name == "srm-blind", **options))
-        else:
-            estimator = make_estimator(name, device=device, model=model, gpu=gpu, splits=splits, seed=config.seed, **options)
+        estimator = make_estimator(config.policy.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
+                                   seed=config.seed, recalibrate=config.policy.recalibrate, error=config.policy.estimator_error)
     return policies.make_policy(config.policy.name, policies.PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator,
                                                                            config.policy.options))
 
@@ -185,10 +178,10 @@ def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device:
 def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> DeviceModel:
     """What the estimator takes its samples from: measured step times, else the built-in profile of that GPU."""
     from bullet.device import PROFILES, DeviceCoefficients, DeviceModel, analytic_coefficients
-    from bullet.runtime.measured import MeasuredDevice
+    from bullet.measured import MeasuredDevice
 
     if profile is not None:
-        return MeasuredDevice(profile, model, gpu, sharing="fair")
+        return MeasuredDevice(profile, model, gpu)
     fits = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"), key=lambda path: (path.parent.name != model.name, path))
     return DeviceModel(model, gpu, DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(gpu))
 
@@ -248,8 +241,8 @@ def _replay(args: argparse.Namespace) -> int:
     from bullet import policies, report
     from bullet.config import get_model, resolve_slo
     from bullet.errors import ResultsError
+    from bullet.measured import StepProfile
     from bullet.runtime.machine import longest, measure_steps, open_machine
-    from bullet.runtime.measured import StepProfile
     from bullet.workload import load_workload
 
     config = run_config(args)
@@ -324,7 +317,7 @@ def _steps(args: argparse.Namespace) -> int:
 def policy_of_record(header: dict[str, Any], config: RunConfig, splits: SplitTable) -> Policy:
     """A fresh policy with the estimator that the recorded one began with."""
     from bullet.config import GpuSpec, get_model
-    from bullet.runtime.measured import StepProfile
+    from bullet.measured import StepProfile
 
     raw = header["gpu"]
     gpu = GpuSpec(**{**raw, "compute_capability": tuple(raw["compute_capability"])})

@@ -21,8 +21,8 @@ import numpy as np
 from bullet.cli import _fresh, _safe
 from bullet.config import RunConfig, get_gpu, get_model, load_run_config, resolve_slo
 from bullet.errors import ConfigError, ProfileError, ResultsError
+from bullet.measured import MeasuredDevice, StepProfile
 from bullet.results import StepTable, create_folder, load_run, write_json, write_text
-from bullet.runtime.measured import MeasuredDevice, StepProfile
 from bullet.state import SplitTable
 from bullet.workload import Workload, load_workload
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from bullet import run_cli
+from bullet.measured import MeasuredDevice, StepProfile
 from bullet.results import load_run
-from bullet.runtime.measured import MeasuredDevice, StepProfile
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")

@@ -13,8 +13,8 @@ from fake_engine import build, replay, workload
 from bullet import run_cli, run_validate
 from bullet.config import get_gpu, get_model, load_run_config
 from bullet.errors import ProfileError
+from bullet.measured import MeasuredDevice, StepProfile, along
 from bullet.results import RequestTable, StepTable
-from bullet.runtime.measured import MeasuredDevice, StepProfile, along
 
 pytest.importorskip("simpy")
 from bullet.sim.driver import simulate
