@@ -106,7 +106,7 @@ def load_measured(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSp
         raise ConfigError(f"{path}: step times of model {profile.model}, not of {model_label(model)}: give it as --model")
     profile = profile.shown(gpu)
     if profile.num_sms != gpu.num_sms:
-        raise ConfigError(f"{path}: step times of {profile.hardware} with {profile.num_sms} SMs, not of {gpu.name}: give its --gpu")
+        raise ConfigError(f"{path}: step times of {profile.hardware} with {profile.num_sms} SMs, not of {gpu.name}: give --gpu")
     return MeasuredDevice(profile, model, gpu)
 
 

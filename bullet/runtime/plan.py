@@ -401,8 +401,9 @@ def _groups(axes: Axes) -> Iterator[tuple[str, list[Point]]]:
     for split in _spread(axes.splits)[:3]:
         if len(layers) == 2:
             yield "own kernels", _pair(split, *layers)
-    for shape in axes.least:
-        yield "own kernels", [_solo(None, shape)]
+    for shape in axes.least:  # attention is held against torch's at every size
+        twin = [_solo(None, shape._replace(op=ENGINE_OPS[shape.op]))] if shape.op in (PAGED, OWN_PREFILL) else []
+        yield "own kernels", [_solo(None, shape), *twin]
     yield from (("controls", g) for g in _controls(axes))
     places = [None, *((split, lane) for split in axes.splits for lane in ("prefill", "decode"))]
     for s, o in spread_order([(s, o) for s in range(len(places)) for o in range(len(axes.sm_axis))]):
