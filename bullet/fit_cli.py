@@ -14,6 +14,7 @@ from bullet.config import GPUS, DeviceConfig, ModelSpec, model_label
 from bullet.device import ANALYTIC_FROM, PROFILES, DeviceCoefficients, DeviceModel, load_device
 from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.fit_sms import AXIS, FLAT
+from bullet.measured import StepProfile
 from bullet.tables import Row
 
 DEFAULT_GPU = "a100-80gb"
@@ -124,10 +125,13 @@ def fit_(args: argparse.Namespace) -> int:
     """Fit, print the errors, write if asked."""
     from bullet.fit_show import error_lines
     from bullet.fit_source import WHOSE, source_page, write_page
+    from bullet.fit_steps import is_cpu
     from bullet.fit_sweep import model_of
 
     path, table = _table(args)
     model, rows = model_of(table, args.model, str(path))
+    if is_cpu(rows):
+        return _fit_steps(args, rows, model)
     if args.out is not None:  # before a fit of some seconds, not after
         _folder(args.out)
     asked = {}
@@ -150,6 +154,36 @@ def fit_(args: argparse.Namespace) -> int:
             raise ResultsError(f"{args.out}: cannot be written ({exc.strerror}): choose another --out") from None
         say(f"wrote {args.out / 'fit.json'} and SOURCE.md")
     return 0
+
+
+def _fit_steps(args: argparse.Namespace, rows: Sequence[Row], model: ModelSpec) -> int:
+    """Of a CPU: the engine's steps as measured."""
+    for flag, value in (("--implementation torch", args.implementation == "torch"), ("--fit-on", args.fit_on),
+                        ("--borrow", args.borrow), ("--sm-data", args.sm_data)):
+        if value:
+            raise ConfigError(f"{flag}: a CPU's rows are not fitted but interpolated, the engine's steps as they are")
+    profile = write_steps(rows, model, args.out)
+    say(f"{profile.hardware}, {profile.model}: {len(profile.prefill_tokens)} prefills and {len(profile.batches)} x "
+        f"{len(profile.contexts)} decode iterations of the engine, interpolated; nothing is fitted to a CPU")
+    if args.out is not None:
+        say(f"wrote {args.out / 'steps.json'} and SOURCE.md")
+    return 0
+
+
+def write_steps(rows: Sequence[Row], model: ModelSpec, out: Path | None) -> StepProfile:
+    """``steps.json`` and ``SOURCE.md`` into a folder, from a CPU's rows."""
+    from bullet import fit_steps
+    from bullet.fit_source import write_page
+
+    profile = fit_steps.profile_of(rows, model)
+    if out is not None:
+        _folder(out)
+        try:
+            (out / "steps.json").write_text(profile.to_json(), encoding="utf-8")
+            write_page(out / "SOURCE.md", fit_steps.page(rows, profile, model))
+        except OSError as exc:
+            raise ResultsError(f"{out}: cannot be written ({exc.strerror}): choose another --out") from None
+    return profile
 
 
 def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None,

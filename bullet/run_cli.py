@@ -50,7 +50,7 @@ EXAMPLES = """examples:
   bullet-run recheck runs/real.jsonl
       would a fresh policy decide as --record runs/real.jsonl says?
   bullet-run validate --device cpu
-      step times, simulation and real run of the same requests, side by side
+      sweep, profile, simulation and real run of the same requests, side by side
 """
 
 
@@ -104,6 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
                           "fewer requests, then fewer policies")
     validate.add_argument("--from", type=Path, dest="source", metavar="DIR",
                           help="run nothing: simulate from the files of a validation and print its table")
+    validate.add_argument("--profile", type=Path, metavar="DIR", help="with --from: simulate on this folder of bullet-profile "
+                          "fit instead of the step times")
     validate.set_defaults(handler=_validate)
     return parser
 

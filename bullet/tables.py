@@ -104,6 +104,9 @@ ENGINE_OPS: Mapping[str, str] = {
     "own_rope": "rope", "own_act": "act", "own_gemm_gate_up": "gemm_gate_up", "own_copy": "copy",
     "engine_prefill_layer": "prefill_layer", "engine_decode_layer": "decode_layer"}
 """What the project's own kernels and its engine's layers do -> the operation in torch beside which they are measured."""
+ENGINE_PHASES = ("engine_prefill", "engine_prefill_by_layer", "engine_decode")
+"""Whole steps of the engine as the driver launches them, the host's work included: a prefill, the same in one launch a layer, a
+decode iteration. Measured on a CPU only: on a GPU a sweep times graphs, which hold no host work."""
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
 REQUIRED = ("id", "kind", "op", "backend", "partition", "lane", "sms", "device_sms", "corunner", "median_s", "source", "gpu")
 OWN = ("samples", "measured_at")

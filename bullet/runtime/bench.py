@@ -24,6 +24,7 @@ from bullet.kernels import timing
 from bullet.perf import SampledState, sample_device
 from bullet.runtime.partition import Lane, Pair, PartitionTable, Split
 from bullet.runtime.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, flops_and_bytes
+from bullet.tables import ENGINE_PHASES
 
 CPU_NAME = "CPU, no partition"
 
@@ -154,9 +155,11 @@ class CpuBench:
             for i, s in enumerate(splits)])
 
     def allowed(self, point: Point) -> bool:
-        """Triton kernels run on a GPU only; the engine's layers need its packages."""
-        ops = (point.shape.op, point.other and point.other.op)
-        return not set(OWN_KERNELS).intersection(ops) and (self._engine or not set(ENGINE_LAYERS).intersection(ops))
+        """Triton kernels run on a GPU only; the engine's layers and steps need its packages, and steps a model long enough."""
+        ops = {point.shape.op, point.other and point.other.op}
+        if point.shape.op in ENGINE_PHASES and not (self._engine and self._shop.steps.fits(*point.shape[1:])):
+            return False
+        return not ops.intersection(OWN_KERNELS) and (self._engine or not ops.intersection(ENGINE_LAYERS))
 
     def measure(self, point: Point) -> list[Measurement]:
         if point.kind == "solo":

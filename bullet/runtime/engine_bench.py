@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,8 +17,12 @@ import torch
 from bullet.config import KV_BLOCK_TOKENS, ModelSpec
 from bullet.errors import ProfileError
 from bullet.kernels import reference
+from bullet.runtime.engine import Engine
 from bullet.runtime.model import Architecture, Batch, Chunks, Decodes, LayerWeights, Model, Ops, Weights
 from bullet.runtime.plan import ENGINE_LAYERS, OWN_KERNELS, OWN_PREFILL, PAGED
+from bullet.runtime.weights import random_weights
+from bullet.state import Chunk
+from bullet.tables import ENGINE_PHASES
 
 
 def available(model: ModelSpec) -> bool:
@@ -26,9 +31,16 @@ def available(model: ModelSpec) -> bool:
 
 
 class EngineWorkloads(reference.Workloads):
-    """The reference's workloads, the own kernels, and the engine's layers."""
+    """The reference's workloads, the own kernels, the engine's layers, and on a CPU its whole steps."""
+
+    @cached_property
+    def steps(self) -> EngineSteps:
+        """Whole steps; the engine is made when the first one is asked for."""
+        return EngineSteps(self.model, self.dtype, self.device)
 
     def build(self, op: str, tokens: int, batch: int, context_tokens: int, role: str) -> reference.Workload:
+        if op in ENGINE_PHASES:
+            return self.steps.build(op, tokens, batch, context_tokens)
         if op == OWN_PREFILL:
             return self._own_prefill(op, tokens, batch, context_tokens, role)
         if op in OWN_KERNELS and op != PAGED:
@@ -163,3 +175,67 @@ class EngineWorkloads(reference.Workloads):
         def on(num_sms: int) -> reference.Workload:
             return reference.Workload(op, lambda i: run(i, num_sms), count, footprint, takes_num_sms=True)
         return replace(on(1), on=on)
+
+
+class EngineSteps:
+    """Steps of an engine of its own, as the driver launches them: a batch is made, its layers run, tokens come back.
+
+    A sequence is put back after each repetition, so that the next one takes the same step. Eager, hence for a CPU.
+    """
+
+    MAX_TOKENS, KV_TOKENS = 448, 16_384
+    """As long as a step may be, and what all that are built hold together."""
+
+    def __init__(self, model: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.model, self.dtype, self.device = model, dtype, device
+        self.max_tokens = min(self.MAX_TOKENS, model.context_tokens)
+        self._next_id = 0
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Random weights: they change values, not times."""
+        arch = Architecture.of(self.model, self.dtype)
+        return Engine(arch, random_weights(arch, 0, self.device), Ops("torch"), kv_blocks=self.KV_TOKENS // KV_BLOCK_TOKENS,
+                      max_tokens=self.max_tokens, device=self.device)
+
+    def fits(self, tokens: int, batch: int, context_tokens: int) -> bool:
+        """Whether the longest sequence of such a step is one that the model takes."""
+        return tokens // batch + context_tokens < self.max_tokens
+
+    def build(self, op: str, tokens: int, batch: int, context_tokens: int) -> reference.Workload:
+        """``engine_decode``: one token each, the new one among ``context_tokens``; else a prefill after ``context_tokens``."""
+        engine, layers = self.engine, self.model.num_layers
+        if tokens % batch or (op == ENGINE_PHASES[2] and (tokens != batch or context_tokens < 2)):
+            raise ProfileError(f"{op}: {tokens} new tokens in {batch} sequences over {context_tokens}: must divide evenly, and a "
+                               "decode is one each over 2 or more")
+        new = tokens // batch
+        past = context_tokens - 1 if op == ENGINE_PHASES[2] else context_tokens
+        ids = [self._sequence(past + (new if op != ENGINE_PHASES[2] else 0), past) for _ in range(batch)]
+        if op == ENGINE_PHASES[2]:
+            known = len(engine.sequences[ids[0]].tokens)
+
+            def run(i: int) -> Any:
+                tokens_of = engine.decode(ids).finish()
+                for request_id in ids:
+                    engine.rewind(request_id, known, past)
+                return tokens_of
+        else:
+            chunks, at_once = [Chunk(i, new, past) for i in ids], 1 if op == ENGINE_PHASES[1] else layers
+
+            def run(i: int) -> Any:
+                batch_ = engine.start_prefill(chunks)
+                for _ in range(layers // at_once):
+                    tokens_of = engine.run_layers(batch_, at_once).finish()
+                for request_id in ids:
+                    engine.rewind(request_id, past + new, past)
+                return tokens_of
+        return reference.Workload(op, run, 1, 0)
+
+    def _sequence(self, prompt: int, past: int) -> int:
+        """A request of ``prompt`` tokens, ``past`` of them computed."""
+        self._next_id += 1
+        engine, vocabulary = self.engine, self.model.vocab_size
+        engine.add(self._next_id, [i * 7 % vocabulary for i in range(prompt)])
+        if past:
+            engine.run_layers(engine.start_prefill([Chunk(self._next_id, past, 0)]), self.model.num_layers).finish()
+        return self._next_id

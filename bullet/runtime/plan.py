@@ -21,10 +21,10 @@ from bullet import work
 from bullet.config import ModelSpec
 from bullet.errors import ProfileError
 from bullet.runtime.partition import Granularity, Split, legal_splits, nearest_split
-from bullet.tables import ENGINE_OPS
+from bullet.tables import ENGINE_OPS, ENGINE_PHASES
 
-TIERS = ("co-run matrix", "own kernels", "controls", "SM axis", "shapes", "co-running operations", "own kernels on SMs",
-         "shapes on a lane", "finer co-run matrix")
+TIERS = ("co-run matrix", "engine phases", "own kernels", "controls", "SM axis", "shapes", "co-running operations",
+         "own kernels on SMs", "shapes on a lane", "finer co-run matrix")
 CONTROLS = ("alu_spin", "memory_stream")
 ANCHOR_EVERY = 20
 
@@ -37,7 +37,8 @@ ENGINE_LAYERS = ("engine_prefill_layer", "engine_decode_layer")
 """A layer as the project's engine runs it: paged cache, fused kernels; ``prefill_layer``, ``decode_layer`` are torch's."""
 OPS = (*GEMMS, "prefill_attention", "decode_attention", "norm", "rope", "act", "copy", "prefill_layer", "decode_layer",
        *OWN_KERNELS, *ENGINE_LAYERS)
-_PHASE = {"prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode", "decode_layer": "decode"}
+_PHASE = {"prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode", "decode_layer": "decode",
+          ENGINE_PHASES[0]: "prefill", ENGINE_PHASES[1]: "prefill", ENGINE_PHASES[2]: "decode"}
 
 
 class Shape(NamedTuple):
@@ -85,6 +86,10 @@ def kernels_of(model: ModelSpec, shape: Shape) -> list[work.KernelWork]:
         return work.layer_kernels(model, pieces, 0, 0)
     if shape.op == "decode_layer":
         return work.layer_kernels(model, [], shape.batch, shape.batch * shape.context_tokens)
+    if shape.op in ENGINE_PHASES:
+        decodes = shape.batch if shape.phase == "decode" else 0
+        layer = work.layer_kernels(model, [] if decodes else pieces, decodes, decodes * shape.context_tokens)
+        return [*layer * model.num_layers, *work.head_kernels(model, shape.batch)]
     if shape.op == "gemm_lm_head":
         return [work.gemm("lm_head", shape.tokens, model.vocab_size, model.hidden_size, model.dtype_bytes)]
     if shape.op == "copy":
@@ -184,6 +189,8 @@ class Axes:
     """Those of ``shapes`` without which the engine's operations cannot be fitted."""
     own: tuple[Shape, ...] = ()
     """The project's own kernels and its engine's layers, each at a size of its twin in torch."""
+    phases: tuple[Shape, ...] = ()
+    """The engine's whole steps, and what tells a launch and the LM head apart from them."""
 
 
 # Decode shares of a device: from the least that keeps decode alive to more than half. Round numbers, denser where the
@@ -207,9 +214,15 @@ def gpu_axes(splits: Sequence[Split], extra_splits: Sequence[Split]) -> Axes:
 
 
 def cpu_axes(splits: Sequence[Split], extra_splits: Sequence[Split]) -> Axes:
-    """Toy sizes: they prove the loop, in seconds."""
-    return _axes(splits, extra_splits, prefills=(32, 64, 128), extra_prefills=(48,), batches=(1, 2, 4, 8),
+    """Toy sizes: they prove the loop, in seconds. With them the engine's steps, which a device can be made of."""
+    whole, by_layer, iteration = ENGINE_PHASES
+    phases = (*(prefill(whole, n) for n in (1, 16, 32, 64, 128, 256)), prefill(whole, 64, 128), prefill(whole, 64, 256),
+              prefill(by_layer, 16), prefill(by_layer, 64),
+              *(decode(iteration, b, c) for b in (1, 2, 4, 8, 16) for c in (16, 64, 192)), Shape("gemm_lm_head", 1),
+              *(prefill(ENGINE_LAYERS[0], n) for n in (16, 64, 256)), *(decode(ENGINE_LAYERS[1], b, 64) for b in (1, 4, 16)))
+    axes = _axes(splits, extra_splits, prefills=(32, 64, 128), extra_prefills=(48,), batches=(1, 2, 4, 8),
                  extra_batches=(16,), context=64, extra_contexts=(256,), tokens=64, batch=4, copy_tokens=1024)
+    return replace(axes, phases=phases)
 
 
 def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: tuple[int, ...],
@@ -388,12 +401,13 @@ def make_plan(model: ModelSpec, axes: Axes, rates: Rates, *, budget_s: float | N
 
 def _all_shapes(axes: Axes) -> Iterator[Shape]:
     return itertools.chain(axes.corun_prefill, axes.corun_decode, axes.extra_corun_prefill, axes.extra_corun_decode,
-                           axes.sm_axis, axes.own, axes.shapes)
+                           axes.sm_axis, axes.phases, axes.own, axes.shapes)
 
 
 def _groups(axes: Axes) -> Iterator[tuple[str, list[Point]]]:
     """Groups in descending priority; a group is measured whole or not at all."""
     yield from (("co-run matrix", g) for g in _matrix(axes.splits, axes.corun_prefill, axes.corun_decode))
+    yield from (("engine phases", [_solo(None, shape)]) for shape in axes.phases)
     for shape in axes.own:
         twin = _solo(None, shape._replace(op=ENGINE_OPS[shape.op]))
         yield "own kernels", [_solo(None, shape), twin]

@@ -141,7 +141,7 @@ def own_kernel_lines(rows: Sequence[Row], on: str) -> list[str]:
             enough = sum(value >= wanted for value in reached[op].values())
             targets.append(f"{op}: {100 * reached[op][high]:.0f} % of {against} at {high}, {100 * reached[op][low]:.0f} % at "
                            f"{low}; {100 * wanted:.0f} % wanted, reached at {enough} of {len(reached[op])} sizes")
-    return [*targets, f"Own kernels, {on}: microseconds alone on the whole device, torch's beside them",
+    return [*targets, f"Own kernels and layers, {on}: microseconds alone on the whole device, torch's beside them",
             f"{'':<24}{'tokens x seqs':>16}{'own':>11}{'torch':>11}{'own speed':>11}{'of copy':>11}", *lines]
 
 

@@ -240,7 +240,7 @@ def test_own_kernels_are_held_against_the_best_copy_and_torchs_attention(tmp_pat
     assert lines[0].endswith(f", 30 % at {at}; 70 % wanted, reached at {len(attention) - 1} of {len(attention)} sizes")
     assert lines[1].startswith("own_prefill_attention: 50 % of SDPA's speed at ")
     assert "60 % wanted, reached at 0 of" in lines[1]
-    assert "Own kernels, scripted" in lines[2]
+    assert "Own kernels and layers, scripted" in lines[2]
     (act,) = [line.split() for line in lines if line.startswith("own_act") and " 2048x1@0" in line]
     assert act[2:5] == ["1000.0", "1000.0", "1.00"]
     without = own_kernel_lines([r for r in rows if "copy" not in r["op"]], "scripted")
