@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -153,12 +154,9 @@ MODEL_FILE = "model.json"
 
 
 def keep_model(source: Path, folder: Path) -> None:
-    """A copy of the model's config.json: a validation is made again elsewhere without the file that it was measured with."""
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{source}: cannot be read ({exc})") from None
-    write_text(folder / MODEL_FILE, text)
+    """The model's config.json, its name with it (else the folder's): a validation can be made again where that file is not."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    write_json(folder / MODEL_FILE, {**config, "_name_or_path": get_model(str(source)).name})
 
 
 SWEEP_S = 45.0

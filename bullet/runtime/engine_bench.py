@@ -183,7 +183,7 @@ class EngineSteps:
     A sequence is put back after each repetition, so that the next one takes the same step. Eager, hence for a CPU.
     """
 
-    MAX_TOKENS, KV_TOKENS = 448, 16_384
+    MAX_TOKENS, KV_TOKENS = 448, 32_768
     """As long as a step may be, and what all that are built hold together."""
 
     def __init__(self, model: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:

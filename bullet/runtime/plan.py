@@ -407,7 +407,9 @@ def _all_shapes(axes: Axes) -> Iterator[Shape]:
 def _groups(axes: Axes) -> Iterator[tuple[str, list[Point]]]:
     """Groups in descending priority; a group is measured whole or not at all."""
     yield from (("co-run matrix", g) for g in _matrix(axes.splits, axes.corun_prefill, axes.corun_decode))
-    yield from (("engine phases", [_solo(None, shape)]) for shape in axes.phases)
+    # On every lane too: on one thread these are the same again, at another time; a shared CPU is not the same all the time.
+    places = [None, *((split, lane) for split in axes.splits for lane in ("prefill", "decode"))]
+    yield from (("engine phases", [_solo(place, shape)]) for shape in axes.phases for place in places)
     for shape in axes.own:
         twin = _solo(None, shape._replace(op=ENGINE_OPS[shape.op]))
         yield "own kernels", [_solo(None, shape), twin]
@@ -419,7 +421,6 @@ def _groups(axes: Axes) -> Iterator[tuple[str, list[Point]]]:
         twin = [_solo(None, shape._replace(op=ENGINE_OPS[shape.op]))] if shape.op in (PAGED, OWN_PREFILL) else []
         yield "own kernels", [_solo(None, shape), *twin]
     yield from (("controls", g) for g in _controls(axes))
-    places = [None, *((split, lane) for split in axes.splits for lane in ("prefill", "decode"))]
     for s, o in spread_order([(s, o) for s in range(len(places)) for o in range(len(axes.sm_axis))]):
         yield "SM axis", [_solo(places[s], axes.sm_axis[o])]
     for shape in axes.shapes:

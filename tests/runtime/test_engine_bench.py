@@ -151,3 +151,46 @@ def test_a_cpu_measures_them():
         bench.close()
     assert row.shape.op == PREFILL
     assert row.stats.samples == 3
+
+
+@pytest.mark.parametrize(("op", "tokens", "batch", "context"), [
+    ("engine_prefill", 20, 1, 0), ("engine_prefill", 24, 2, 17), ("engine_prefill_by_layer", 20, 1, 0),
+    ("engine_decode", 3, 3, 33)])
+def test_a_step_is_taken_again_and_again_and_gives_the_same_tokens(op, tokens, batch, context):
+    source = shop()
+    work, engine = source.build(op, tokens, batch, context, "prefill"), source.steps.engine
+    lengths = {i: (len(s.tokens), s.cached) for i, s in engine.sequences.items()}
+    free = len(engine.pool.free)
+    first = work.run(0)
+    assert len(first) == batch
+    for _ in range(20):  # over a block's edge, if anything grew
+        assert work.run(0) == first
+    assert {i: (len(s.tokens), s.cached) for i, s in engine.sequences.items()} == lengths
+    assert free - len(engine.pool.free) <= batch * -(-(tokens // batch) // 16) + batch
+    engine.check()
+
+
+def test_by_layer_is_the_same_prefill_in_more_launches(monkeypatch):
+    source, launches = shop(), []
+    plain = type(source.steps.engine).run_layers
+    monkeypatch.setattr(type(source.steps.engine), "run_layers",
+                        lambda self, run, layers, *lane: launches.append(layers) or plain(self, run, layers, *lane))
+    whole = source.build("engine_prefill", 20, 1, 0, "prefill").run(0)
+    by_layer = source.build("engine_prefill_by_layer", 20, 1, 0, "prefill").run(0)
+    assert [*whole.values()] == [*by_layer.values()]
+    assert launches == [3, 1, 1, 1]
+
+
+def test_steps_that_make_no_sense_or_do_not_fit_are_left_out():
+    source = shop()
+    for op, tokens, batch, context in (("engine_prefill", 5, 2, 0), ("engine_decode", 4, 2, 10), ("engine_decode", 2, 2, 1)):
+        with pytest.raises(ProfileError, match="must divide evenly"):
+            source.build(op, tokens, batch, context, "prefill")
+    assert source.steps.fits(64, 1, 256)
+    assert not source.steps.fits(256, 1, 256)  # 448 at most
+    bench = CpuBench(ModelSpec("short", 3, 32, 48, 4, 2, 16, 61, 100), threads=1)
+    try:
+        assert bench.allowed(Point("solo", None, "full", prefill("engine_prefill", 64)))
+        assert not bench.allowed(Point("solo", None, "full", prefill("engine_prefill", 128)))
+    finally:
+        bench.close()
