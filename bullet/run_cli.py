@@ -183,7 +183,7 @@ def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None
     from bullet.measured import MeasuredDevice
 
     if profile is not None:
-        return MeasuredDevice(profile, model, gpu)
+        return MeasuredDevice(profile.shown(gpu), model, gpu)
     fits = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"), key=lambda path: (path.parent.name != model.name, path))
     return DeviceModel(model, gpu, DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(gpu))
 
@@ -237,21 +237,37 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
     return outcome, summary
 
 
+def check_new_file(record: Path) -> None:
+    """Found before a device is opened and a run's folder made: whether ``--record`` can be written. Leaves nothing."""
+    from bullet.errors import ResultsError
+
+    try:
+        record.open("x").close()
+    except FileExistsError:
+        raise ResultsError(f"{record}: exists already: choose another --record (nothing is overwritten)") from None
+    except OSError as exc:
+        raise ResultsError(f"{record}: cannot be written ({exc.strerror}): choose another --record") from None
+    record.unlink()
+
+
 def _replay(args: argparse.Namespace) -> int:
     import json
 
     from bullet import policies, report
     from bullet.config import get_model, resolve_slo
-    from bullet.errors import ResultsError
+    from bullet.errors import ConfigError
     from bullet.measured import StepProfile
     from bullet.runtime.machine import longest, measure_steps, open_machine
     from bullet.workload import load_workload
 
     config = run_config(args)
     policies.check_name(config.policy.name)
+    for flag, value in (("--estimator", args.estimator), ("--steps", args.steps)):
+        if value is not None and not policies.needs_estimator(config.policy.name):
+            raise ConfigError(f"{flag} {value} has no effect: {config.policy.name} predicts nothing")
     workload = load_workload(config.workload, config.seed)
-    if args.record is not None and args.record.exists():
-        raise ResultsError(f"{args.record}: exists already: choose another --record (nothing is overwritten)")
+    if args.record is not None:
+        check_new_file(args.record)
     profile = None if args.steps is None else StepProfile.from_json(args.steps)
     config = dataclasses.replace(
         config, workload=dataclasses.replace(config.workload, num_requests=len(workload)),
