@@ -164,12 +164,14 @@ SWEEP_S = 45.0
 
 
 def sweep(args: argparse.Namespace, base: RunConfig, out: Path, say: Callable[[str], None], *, again: bool = False) -> None:
-    """``bullet-profile sweep --device cpu`` into ``out``, as the command does it; ``again``: the engine's steps alone."""
+    """``bullet-profile sweep --device cpu`` of the engine's layers and steps into ``out``, as the command does it; ``again``: the
+    steps alone. Torch's operations play no part here, and a busy machine changes while they are swept."""
     from bullet import profile_cli
     from bullet.runtime import plan
 
     budget_s = SWEEP_S if args.budget_s is None else min(SWEEP_S, 0.3 * args.budget_s)
-    skip = [word for op in plan.OPS if op != "gemm_lm_head" for word in ("--skip", op)] if again else []
+    wanted = {"gemm_lm_head", *(() if again else plan.ENGINE_LAYERS)}
+    skip = [word for op in plan.OPS if op not in wanted for word in ("--skip", op)]
     command = profile_cli.build_parser().parse_args([
         "sweep", "--device", "cpu", "--model", base.device.model, "--threads", str(args.threads), "--seed", str(base.seed),
         "--budget-s", f"{budget_s:.3f}", "--out", str(out), *skip])
