@@ -88,8 +88,8 @@ def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
                            "with triton, or take --implementation torch")
     if (asked or ("engine" if kernels else "torch")) == "torch":
         return Chosen([r for r in rows if r["op"] not in ENGINE_OPS and r["corunner"] not in ENGINE_OPS], "torch")
-    pairs = [r for r in rows if r["kind"] == "corun" and r["slowdown"] and {r["op"], r["corunner"]} == {
-        "engine_prefill_layer", "engine_decode_layer"}]
+    pairs = [r for r in rows if r["kind"] == "corun" and r["slowdown"] and r["split_prefill_sms"] and {
+        r["op"], r["corunner"]} == {"engine_prefill_layer", "engine_decode_layer"}]
     notes = []
     layers = {op for op in ENGINE_OPS if op.endswith("_layer")}
     own = kernels | layers

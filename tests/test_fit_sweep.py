@@ -46,6 +46,10 @@ class Known:
             sms = lane_units(self, point, point.lane)
             return [self.row(point.lane, point.shape, sms, self.rates.seconds(LLAMA, point.shape, sms))]
         device, own, other = self.rates.device(point.shape.op), point.shape, point.other
+        if point.split is None:  # shared SMs, in a way that no fit of the loss may look at
+            p_s, d_s = (3 * self.rates.seconds(LLAMA, shape, 108) for shape in (own, other))
+            return [self.row("prefill", own, p, p_s, other.op, other, d, 1e12, 0.1),
+                    self.row("decode", other, d, d_s, own.op, own, p, 1e12, 0.1)]
         prefill = device.prefill_work([(own.tokens, 0)], 1, logits_seqs=0)
         decode = device.hybrid_work((), other.batch, other.batch * other.context_tokens, logits_seqs=0, layers=1)
         p_s, d_s = device.corun_seconds(prefill, p, decode, d)
@@ -53,8 +57,8 @@ class Known:
                 self.row("decode", other, d, d_s, own.op, own, p, 1e12, 0.1)]
 
     def allowed(self, point):
-        """The device says what layers do beside each other; no controls, and none without a split."""
-        return point.kind == "solo" or (point.kind == "corun" and point.split is not None and point.shape.op.endswith("_layer"))
+        """The device says what layers do beside each other, with a split and without; no controls."""
+        return point.kind == "solo" or (point.kind == "corun" and point.shape.op.endswith("_layer"))
 
     def anchor(self):
         return self.measure(Point("solo", None, "full", Shape("prefill_layer", 2048)))[0]
