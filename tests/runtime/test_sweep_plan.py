@@ -146,16 +146,17 @@ def test_every_corun_has_its_runs_alone(budget_s):
 
 def test_thinning_keeps_the_corun_matrix_first():
     seen = []
+    on_a_gpu = [t for t in TIERS if t != "engine phases"]  # a graph holds no host work
     for budget_s in (20, 60, 90, 120, 180, 300):
         plan = make_plan(LLAMA, axes(), H200, budget_s=budget_s)
         tiers = [t for t in TIERS if any(p.tier == t for p in plan.points)]
-        assert tiers == list(TIERS[:len(tiers)])
+        assert tiers == on_a_gpu[:len(tiers)]
         seen.append(len(tiers))
         for early, late in itertools.pairwise(tiers):
             assert not plan.left_out.get(early), f"{late} was begun before {early} was whole"
     assert seen == sorted(seen)
     assert seen[0] == 1
-    assert seen[-1] == len(TIERS)
+    assert seen[-1] == len(on_a_gpu)
 
 
 def test_a_thin_corun_matrix_still_spans_its_axes():
@@ -252,6 +253,20 @@ def test_small_devices():
     assert [s.decode_sms for s in choose_splits(108, granularity((8, 0)), CORE_DECODE_SHARES)] == [12, 22, 32, 44, 60, 80]
     with pytest.raises(PartitionError, match="12 SMs cannot be split"):
         choose_splits(12, HOPPER, CORE_DECODE_SHARES)
+
+
+def test_a_cpu_takes_the_engines_steps_right_after_the_corun_matrix():
+    cpu = cpu_axes([Split(1, 1)], [Split(1, 1)])
+    plan = make_plan(MODELS["tiny"], cpu, Rates(2, 4e9, 4e9, point_s=0.03, startup_s=4.0))
+    tiers = [p.tier for p in plan.points]
+    assert list(dict.fromkeys(tiers))[:2] == ["co-run matrix", "engine phases"]
+    steps = [p for p in plan.points if p.shape.op == "engine_decode"]
+    assert {p.tier for p in steps} == {"engine phases"}
+    assert len(steps) == 3 * len({p.shape for p in steps}) == 45  # the whole device and both lanes: three times on one thread
+    flops, _ = flops_and_bytes(MODELS["tiny"], decode("engine_decode", 4, 64))
+    layer, _ = flops_and_bytes(MODELS["tiny"], decode("engine_decode_layer", 4, 64))
+    head, _ = flops_and_bytes(MODELS["tiny"], Shape("gemm_lm_head", 4))
+    assert flops == MODELS["tiny"].num_layers * layer + head
 
 
 def test_toy_sizes_are_toys():
