@@ -160,13 +160,15 @@ def run_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig
         config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0))
 
 
-def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None) -> Policy:
-    """The policy object that the simulator would use; its estimator starts from ``device``."""
+def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None,
+                    model: ModelSpec | None = None) -> Policy:
+    """The policy object that the simulator would use; its estimator starts from ``device``. ``model``: the configuration's,
+    where its file need not be at hand."""
     from bullet import policies
     from bullet.config import get_model
     from bullet.perf import make_estimator
 
-    model = get_model(config.device.model)
+    model = model or get_model(config.device.model)
     assert config.slo.tpot_s is not None
     estimator = None
     if policies.needs_estimator(config.policy.name):
@@ -214,7 +216,8 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
             slos = [run.mean_slo_s if run.policy_reads_mean else run.slo_per_token_s * int(t) for t in workload.prompt_tokens]
             recorder = run.record = RecordWriter(
                 record, config, machine.splits, machine.kv_blocks, run.state.num_layers, slos, workload,
-                {"gpu": dataclasses.asdict(opened.gpu), "steps": None if profile is None else dataclasses.asdict(profile)})
+                {"gpu": dataclasses.asdict(opened.gpu), "model": dataclasses.asdict(model),
+                 "steps": None if profile is None else dataclasses.asdict(profile)})
         started = time.perf_counter()
         try:
             with recorder, _stops_between_steps(writer, args):
@@ -334,13 +337,13 @@ def _steps(args: argparse.Namespace) -> int:
 
 def policy_of_record(header: dict[str, Any], config: RunConfig, splits: SplitTable) -> Policy:
     """A fresh policy with the estimator that the recorded one began with."""
-    from bullet.config import GpuSpec, get_model
+    from bullet.config import GpuSpec, ModelSpec
     from bullet.measured import StepProfile
 
-    raw = header["gpu"]
+    raw, model = header["gpu"], ModelSpec(**header["model"])
     gpu = GpuSpec(**{**raw, "compute_capability": tuple(raw["compute_capability"])})
     profile = None if header["steps"] is None else StepProfile.from_dict(header["steps"])
-    return make_policy_for(config, gpu, splits, estimator_device(get_model(config.device.model), gpu, profile))
+    return make_policy_for(config, gpu, splits, estimator_device(model, gpu, profile), model)
 
 
 def _recheck(args: argparse.Namespace) -> int:

@@ -103,6 +103,8 @@ def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path
     assert "a fresh policy decides the same" in capsys.readouterr().out
     assert run(*replay_args(trace, model, out, policy)) == 2
     assert "exists already" in one_line(capsys)
+    model.unlink()  # the record has the model's sizes: it is checked elsewhere too
+    assert run("recheck", tmp_path / "r.jsonl") == 0
 
 
 @needs_torch
