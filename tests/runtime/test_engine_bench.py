@@ -194,3 +194,20 @@ def test_steps_that_make_no_sense_or_do_not_fit_are_left_out():
         assert not bench.allowed(Point("solo", None, "full", prefill("engine_prefill", 128)))
     finally:
         bench.close()
+
+
+def test_a_step_is_timed_once_after_other_steps(monkeypatch):
+    """Nothing in service takes the same step again and again; what runs between is not in its time."""
+    ticks, order = iter(range(10_000)), []
+    bench = CpuBench(TINY, threads=1, replays=3, min_replay_s=10.0, clock=lambda: float(next(ticks)))
+    try:
+        steps = bench._shop.steps
+        monkeypatch.setattr(steps, "other_steps", lambda: order.append("others"))
+        build = steps.build
+        monkeypatch.setattr(steps, "build", lambda *shape: build(*shape) if shape[0] != "engine_decode" else type(
+            build(*shape))("engine_decode", lambda i: order.append("step"), 1, 0))
+        (row,) = bench.measure(Point("solo", None, "full", decode("engine_decode", 2, 20)))
+    finally:
+        bench.close()
+    assert (row.repeats, row.stats.samples) == (1, 3)
+    assert order[-6:] == ["others", "step"] * 3
