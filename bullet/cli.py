@@ -194,7 +194,8 @@ def _fresh(out: Path | None, name: str) -> Path:
 
 @contextlib.contextmanager
 def _stops_between_steps(writer: RunWriter, args: argparse.Namespace) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run at its next step, every request accounted for; a second one at once."""
+    """The first Ctrl-C or SIGTERM ends the run at its next step, every request accounted for; a second one at once, with
+    the rows there are."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,7 +204,7 @@ def _stops_between_steps(writer: RunWriter, args: argparse.Namespace) -> Iterato
         writer.request_stop()
         args.stopped_by = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the default would take the rows along
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

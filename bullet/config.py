@@ -97,7 +97,7 @@ class ModelSpec:
         path = Path(path)
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise ConfigError(f"{path}: cannot be read as a JSON model config ({exc})") from None
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: must hold one JSON object, found {type(raw).__name__}")

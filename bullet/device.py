@@ -21,7 +21,7 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -44,6 +44,18 @@ ROWWISE = ("act", "embedding", "norm", "qk_norm", "rope")
 
 LONGEST_OVERHEAD_S = 0.1
 """No kernel, block, sequence or step costs as much beside its work: above it a fit is in another unit."""
+LEAST_SHARE = 0.001
+"""Below a thousandth of a peak a fit is in another unit as well."""
+LIMITS: Mapping[str, tuple[float, float, str]] = {
+    "rate_cap": (1.0, 10.0, "times the rate with all SMs busy"),
+    "rate_slope": (0.0, 10.0, "a rate's gain with no SM busy"),
+    "bandwidth_sharpness": (0.1, 100.0, "an exponent: beyond it a step"),
+    "contention_loss": (0.0, 1.0, "a share"),
+    "prefill_attention_extra_keys": (0.0, 10_000.0, "keys a query row"),
+    "_s": (0.0, LONGEST_OVERHEAD_S, "seconds"),
+    "": (LEAST_SHARE, 1.0, "a share of the data sheet's peak, or of the SMs")}
+"""What a coefficient may be, by name, by ending, and the rest: least, most, and what it is."""
+LARGEST_TILE = 4096
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class DeviceCoefficients:
         """Read ``fit.json``; :class:`ProfileError` names the file and the key at fault."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise ProfileError(f"{path}: cannot be read as a fit ({exc})") from None
         if not isinstance(raw, dict):
             raise ProfileError(f"{path}: must hold one JSON object, found {type(raw).__name__}")
@@ -109,33 +121,56 @@ class DeviceCoefficients:
         if missing:
             raise ProfileError(f"{path}: {', '.join(missing)} missing")
         tiles, rowwise = raw["gemm_tiles"], raw["rowwise_bandwidth"]
-        if not (isinstance(tiles, list) and tiles
-                and all(isinstance(t, list) and len(t) == 3 and all(_positive(x) for x in t) and t[2] <= 1
-                        and all(isinstance(x, int) for x in t[:2]) for t in tiles)):
-            raise ProfileError(f"{path}: gemm_tiles must be a list of [rows, columns, efficiency in (0, 1]]")
+        if not (isinstance(tiles, list) and tiles and all(_is_tile(tile) for tile in tiles)):
+            raise ProfileError(f"{path}: gemm_tiles = {_short(tiles)}: must be a list of [rows, columns, efficiency]: whole "
+                               f"numbers of 1 to {LARGEST_TILE}, and {LEAST_SHARE} to 1")
         if not (isinstance(rowwise, dict) and set(rowwise) == set(ROWWISE)
-                and all(_positive(x) and x <= 1 for x in rowwise.values())):
-            raise ProfileError(f"{path}: rowwise_bandwidth must give {', '.join(ROWWISE)}, each in (0, 1]")
-        if not isinstance(raw["source"], str) or not isinstance(raw.get("notes", {}), dict):
-            raise ProfileError(f"{path}: source must be text and notes an object")
-        assumed = raw.get("notes", {}).get("assumed", [])
-        if not (isinstance(assumed, list) and all(isinstance(text, str) for text in assumed)):
-            raise ProfileError(f"{path}: notes: assumed must be a list of texts")
-        for name in set(raw) - {"source", "gemm_tiles", "rowwise_bandwidth", "notes"}:
-            value = raw[name]
-            zero_ok = name.endswith(("_s", "_keys", "_slope", "_loss"))  # the others divide
-            if not (_positive(value) or (zero_ok and value == 0 and not isinstance(value, bool))):
-                raise ProfileError(f"{path}: {name} = {value!r}: must be finite and {'0 or more' if zero_ok else 'positive'}")
-            if value > 1 and name.endswith(("_bandwidth", "_efficiency", "_loss", "_knee")):
-                raise ProfileError(f"{path}: {name} = {value!r}: a share, must be 1 or less")
-            if value > LONGEST_OVERHEAD_S and name.endswith("_s"):
-                raise ProfileError(f"{path}: {name} = {value!r}: must be {LONGEST_OVERHEAD_S} s or less; are these seconds?")
+                and all(_within(x, LEAST_SHARE, 1) for x in rowwise.values())):
+            raise ProfileError(f"{path}: rowwise_bandwidth = {_short(rowwise)}: must give {', '.join(ROWWISE)}, each "
+                               f"{LEAST_SHARE} to 1")
+        if not isinstance(raw["source"], str):
+            raise ProfileError(f"{path}: source = {_short(raw['source'])}: must be text")
+        _check_notes(raw.get("notes", {}), f"{path}: notes")
+        for name in sorted(set(raw) - {"source", "gemm_tiles", "rowwise_bandwidth", "notes"}):
+            least, most, what = next(LIMITS[end] for end in LIMITS if name == end or (end in ("_s", "") and name.endswith(end)))
+            if not _within(raw[name], least, most):
+                hint = "; are these seconds?" if what == "seconds" else ""
+                raise ProfileError(f"{path}: {name} = {_short(raw[name])}: must be {least:g} to {most:g} ({what}){hint}")
         raw["gemm_tiles"] = tuple((r, c, float(e)) for r, c, e in tiles)
         return cls(**raw)
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def _within(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_tile(tile: object) -> bool:
+    return (isinstance(tile, list) and len(tile) == 3 and _within(tile[2], LEAST_SHARE, 1)
+            and all(isinstance(x, int) and _within(x, 1, LARGEST_TILE) for x in tile[:2]))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_notes(notes: object, where: str) -> None:
+    """What is read of a fit's notes: all else is free."""
+    if not isinstance(notes, dict):
+        raise ProfileError(f"{where} = {_short(notes)}: must be an object")
+    assumed, fitted_on, errors = notes.get("assumed", []), notes.get("fitted_on", {}), notes.get("errors", {})
+    if not (isinstance(assumed, list) and all(isinstance(text, str) for text in assumed)):
+        raise ProfileError(f"{where}: assumed = {_short(assumed)}: must be a list of texts")
+    if not (isinstance(fitted_on, dict) and all(isinstance(text, str) for text in fitted_on.values())):
+        raise ProfileError(f"{where}: fitted_on = {_short(fitted_on)}: must be an object of texts")
+    if not isinstance(errors, dict):
+        raise ProfileError(f"{where}: errors = {_short(errors)}: must be an object")
+    for name, error in errors.items():
+        needed = ("rows", "median", "p90", "worst")
+        if not (isinstance(error, dict) and all(_within(error.get(key), 0, math.inf) for key in needed)):
+            raise ProfileError(f"{where}: errors: {name} = {_short(error)}: must give {', '.join(needed)}: numbers of 0 or more")
+    if "waves" in notes and not (isinstance(notes["waves"], dict) and {"on", "evidence"} <= set(notes["waves"])):
+        raise ProfileError(f"{where}: waves = {_short(notes['waves'])}: must give on and evidence")
 
 
 # ------------------------------------------------------------------------------------------ step work
@@ -152,13 +187,12 @@ before each of them and after the last: seconds at 0, and seconds per unit of ``
 class _Row:
     """Kernels that depend on one count alone (tokens, or sequences): built once per count, exact."""
 
-    __slots__ = ("bytes", "curves", "fixed_s", "flops", "gemms", "row_s", "solo_s")
+    __slots__ = ("bytes", "curves", "fixed_s", "gemms", "row_s", "solo_s")
 
-    def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
+    def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, bytes_: float) -> None:
         self.gemms = gemms
         self.row_s = row_s
         self.fixed_s = fixed_s
-        self.flops = flops
         self.bytes = bytes_
         self.solo_s: dict[int, float] = {}
         self.curves: dict[tuple[int, float], _Curve] = {}
@@ -193,20 +227,18 @@ class _Row:
 
 
 class StepWork:
-    """What a step does, independent of SMs. ``flops`` and ``bytes`` are totals over its layers."""
+    """What a step does, independent of SMs. ``bytes``: in all, which is what a co-runner feels of it."""
 
-    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "flops", "head", "layers",
-                 "solo_s", "solo_sms")
+    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "head", "layers", "solo_s", "solo_sms")
 
     def __init__(self, layers: int, dense: _Row, head: _Row | None, attention: tuple[_Term, ...],
-                 attention_fixed_s: float, fixed_s: float, flops: float, bytes_: float) -> None:
+                 attention_fixed_s: float, fixed_s: float, bytes_: float) -> None:
         self.layers = layers
         self.dense = dense
         self.head = head
         self.attention = attention
         self.attention_fixed_s = attention_fixed_s
         self.fixed_s = fixed_s
-        self.flops = flops
         self.bytes = bytes_
         # The last answer of solo_seconds, if answers are kept: a step is timed against several co-runners on the same SMs.
         self.solo_sms = 0
@@ -245,7 +277,6 @@ class DeviceModel:
         empty, one = (work_model.decode_attention(model, 1, tokens, tensor_parallel) for tokens in (0, 1))
         self._query_bytes = empty.bytes
         self._context_bytes = one.bytes - empty.bytes
-        self._context_flops = one.flops
         # Both attentions are linear in a few counts: take the slopes from work.py and build no kernel objects per step.
         new, chunk = (work_model.prefill_attention(model, [(1, past)], tensor_parallel) for past in (0, 1))
         self._pair_flops = new.flops
@@ -265,6 +296,10 @@ class DeviceModel:
         self._tile_rows = math.gcd(*(rows for rows, _, _ in c.gemm_tiles))
         self._tilings_of: dict[tuple[int, int, int], tuple[float, int]] = {}
         self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
+        self._head_lines = self._lines(lambda seqs: work_model.head_kernels(model, seqs, tensor_parallel))
+        self._dense_lines: list[tuple[float, ...]] = []
+        if not model.num_experts:
+            self._dense_lines = self._lines(lambda tokens: work_model.dense_kernels(model, tokens, tensor_parallel))
         self._dense: dict[int, _Row] = {}
         self._heads: dict[int, _Row] = {}
 
@@ -300,70 +335,65 @@ class DeviceModel:
             dense = self._dense_row(num_seqs)
         if head is None:
             head = self._head_row(num_seqs)
-        layers = self.model.num_layers
+        layers = self._num_layers
         moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
         return StepWork(
             layers, dense, head, ((self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
-            self._decode_fixed_s, self._host_gap_s,
-            layers * (dense.flops + self._context_flops * context_tokens) + head.flops,
-            layers * (dense.bytes + moved) + head.bytes)
+            self._decode_fixed_s, self._host_gap_s, layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
                     logits_seqs: int, layers: int | None = None) -> StepWork:
         """One lock-step batch: dense kernels once over all tokens, attention of both parts; all layers unless said."""
-        return self._work(pieces, num_seqs, context_tokens, layers or self.model.num_layers, logits_seqs)
+        return self._work(pieces, num_seqs, context_tokens, layers or self._num_layers, logits_seqs)
 
     def _work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, layers: int,
               logits_seqs: int) -> StepWork:
-        if not pieces and layers == self.model.num_layers and logits_seqs == num_seqs:
+        if not pieces and layers == self._num_layers and logits_seqs == num_seqs:
             return self.decode_work(num_seqs, context_tokens)
-        c = self.coefficients
-        tokens = num_seqs
         attention: tuple[_Term, ...] = ()
-        fixed_s = 0.0
-        attention_flops = attention_bytes = 0.0
+        tokens, fixed_s, bytes_ = num_seqs, 0.0, 0.0
         if pieces:
-            pairs, context, tiles = 0.0, 0, 0
+            c = self.coefficients
+            pairs, context, tiles, prompts = 0.0, 0, 0, 0
             for new, past in pieces:
-                tokens += new
+                prompts += new
                 context += new + past
                 pairs += new * (past + (new + 1) / 2)
                 tiles += -(-new // work_model.ATTENTION_TILE_ROWS)
-            attention_flops = self._pair_flops * pairs
-            attention_bytes = self._chunk_new_bytes * (tokens - num_seqs) + self._chunk_context_bytes * context
+            tokens += prompts
+            bytes_ = self._chunk_new_bytes * prompts + self._chunk_context_bytes * context
             blocks = tiles * self._chunk_heads
-            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * (tokens - num_seqs))
+            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts)
             block_s = padded / blocks * self._op_s / c.prefill_attention_efficiency
-            attention = ((block_s, blocks, attention_bytes / self._peak_bytes_per_s),)
-            fixed_s += c.prefill_attention_overhead_s
+            attention = ((block_s, blocks, bytes_ / self._peak_bytes_per_s),)
+            fixed_s = c.prefill_attention_overhead_s
         if num_seqs:
             moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
             # Split-KV cuts a sequence into as many blocks as fill the device: N a sequence, so waves do not show.
             attention = (*attention, (self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s))
             fixed_s += self._decode_fixed_s
-            attention_flops += self._context_flops * context_tokens
-            attention_bytes += moved
-        dense = self._dense_row(tokens)
-        head = self._head_row(logits_seqs) if logits_seqs else None
-        share = layers / self.model.num_layers
-        flops = layers * (dense.flops + attention_flops)
-        bytes_ = layers * (dense.bytes + attention_bytes)
-        if head is not None:
-            flops += head.flops
+            bytes_ += moved
+        dense = self._dense.get(tokens) or self._dense_row(tokens)
+        bytes_ = layers * (dense.bytes + bytes_)
+        head = None
+        if logits_seqs:
+            head = self._heads.get(logits_seqs) or self._head_row(logits_seqs)
             bytes_ += head.bytes
-        return StepWork(layers, dense, head, attention, fixed_s, self._host_gap_s * share, flops, bytes_)
+        return StepWork(layers, dense, head, attention, fixed_s, self._host_gap_s * (layers / self._num_layers), bytes_)
 
     def _dense_row(self, tokens: int) -> _Row:
         row = self._dense.get(tokens)
         if row is None:
             tp = self.tensor_parallel
-            kernels = work_model.dense_kernels(self.model, tokens, tp)
             extra_s = 0.0
             if tp > 1:
                 sent = work_model.all_reduce_bytes(self.model, tokens, tp)
                 extra_s = (sent / (self.gpu.link_bytes_per_s * self.coefficients.link_efficiency)
                            + 2 * self.coefficients.all_reduce_overhead_s)
-            row = self._row(kernels, extra_s)
+            if self.model.num_experts:
+                row = self._row(work_model.dense_kernels(self.model, tokens, tp), extra_s)
+            else:
+                row = self._row_along(self._dense_lines, tokens, extra_s)
             # The embedding runs once a step; a layer carries its share, so that a prefill cut by layers adds up.
             c, once = self.coefficients, work_model.embedding_bytes(self.model, tokens)
             row.row_s += once / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth["embedding"]) / self.model.num_layers
@@ -376,7 +406,7 @@ class DeviceModel:
     def _head_row(self, seqs: int) -> _Row:
         row = self._heads.get(seqs)
         if row is None:
-            row = self._row(work_model.head_kernels(self.model, seqs, self.tensor_parallel), 0.0)
+            row = self._row_along(self._head_lines, seqs, 0.0)
             if self.cache:
                 self._heads[seqs] = row
         return row
@@ -384,9 +414,8 @@ class DeviceModel:
     def _row(self, kernels: Sequence[work_model.KernelWork], extra_s: float) -> _Row:
         c = self.coefficients
         gemms: list[_Term] = []
-        row_s, fixed_s, flops, bytes_ = 0.0, extra_s, 0.0, 0.0
+        row_s, fixed_s, bytes_ = 0.0, extra_s, 0.0
         for kernel in kernels:
-            flops += kernel.flops
             bytes_ += kernel.bytes
             if kernel.k:
                 gemms.append(self._gemm_term(kernel))
@@ -394,34 +423,60 @@ class DeviceModel:
             else:
                 row_s += kernel.bytes / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[kernel.name])
                 fixed_s += c.rowwise_overhead_s
-        return _Row(tuple(gemms), row_s, fixed_s, flops, bytes_)
+        return _Row(tuple(gemms), row_s, fixed_s, bytes_)
+
+    def kernel_seconds(self, kernels: Sequence[work_model.KernelWork]) -> float:
+        """Dense kernels one after the other, alone on the whole device."""
+        n = self.num_sms
+        return self._row(kernels, 0.0).seconds(n, self._rate[n], self._inverse_bandwidth[n])
+
+    def _lines(self, kernels: Callable[[int], Sequence[work_model.KernelWork]]) -> list[tuple[float, ...]]:
+        """Each kernel's bytes/s (0: a GEMM), bytes at one token and more with every token, columns and inner size: without
+        experts all grow evenly, and need not be described anew for every count."""
+        c = self.coefficients
+        return [(0.0 if one.k else self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[one.name], one.bytes, two.bytes - one.bytes,
+                 one.columns, one.k) for one, two in zip(kernels(1), kernels(2), strict=True)]
+
+    def _row_along(self, lines: Sequence[tuple[Any, ...]], count: int, extra_s: float) -> _Row:
+        """:meth:`_row` of those kernels for ``count`` tokens, or sequences."""
+        c = self.coefficients
+        gemms: list[_Term] = []
+        row_s, fixed_s, bytes_ = 0.0, extra_s, 0.0
+        more, filled = count - 1, -(-count // self._tile_rows)
+        for per_s, bytes_1, more_bytes, columns, k in lines:
+            moved = bytes_1 + more * more_bytes
+            bytes_ += moved
+            if k:
+                tile = self._tilings_of.get((columns, k, filled)) or self._tiling(count, columns, k)
+                gemms.append((*tile, moved * self._gemm_byte_s))
+                fixed_s += c.gemm_overhead_s
+            else:
+                row_s += moved / per_s
+                fixed_s += c.rowwise_overhead_s
+        return _Row(tuple(gemms), row_s, fixed_s, bytes_)
 
     def _gemm_term(self, kernel: work_model.KernelWork) -> _Term:
-        """With the tile that computes fastest on the whole device: the library chooses without knowing of partitions.
+        """One GEMM. Mixture of experts: rows are spread over experts, each padded to its own tiles."""
+        whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
+        groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
+        return *self._tiling(kernel.rows, kernel.columns, kernel.k, groups), kernel.bytes * self._gemm_byte_s
+
+    def _tiling(self, rows: int, columns: int, k: int, groups: float = 1.0) -> tuple[float, int]:
+        """Seconds of a block, and blocks, with the tile that computes fastest on the whole device: the library chooses
+        without knowing of partitions.
 
         Where bytes bound several tiles alike (decode) that is the one with the least arithmetic: a wide tile, mostly empty,
         would wait for bandwidth on all SMs and for its own padding on a few.
         """
-        key = (kernel.columns, kernel.k, -(-kernel.rows // self._tile_rows))  # rows that fill the same tiles are alike
-        found = self._tilings_of.get(key)
-        if found is None or self.model.num_experts:
-            found = self._tiling(kernel)
-            if self.cache:
-                self._tilings_of[key] = found
-        return *found, kernel.bytes * self._gemm_byte_s
-
-    def _tiling(self, kernel: work_model.KernelWork) -> tuple[float, int]:
-        """Seconds of a block, and blocks."""
-        # Mixture of experts: rows are spread over experts, each padded to its own tiles.
-        whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
-        groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
         found = []
-        for rows, columns, block_s in self._tiles(kernel.k):
-            blocks = -(-kernel.rows // rows) * -(-kernel.columns // columns)
+        for tile_rows, tile_columns, block_s in self._tiles(k):
+            blocks = -(-rows // tile_rows) * -(-columns // tile_columns)
             if groups != 1.0:
                 blocks = max(1, round(groups * blocks))
             found.append((-(-blocks // self.num_sms) * block_s, block_s, blocks))
         _, block_s, blocks = min(found, key=itemgetter(0))
+        if self.cache and groups == 1.0:
+            self._tilings_of[columns, k, -(-rows // self._tile_rows)] = block_s, blocks  # of all rows that fill the same tiles
         return block_s, blocks
 
     def _tiles(self, k: int) -> list[tuple[int, int, float]]:

@@ -201,8 +201,6 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     rows = chosen.rows
     out = profile.fit_profile(rows, model, borrowed=borrowed, asked=asked, borrow=borrow)
     out.assumed += chosen.notes
-    if chosen.implementation is not None:
-        fit_sweep.check_device(rows, out.gpu)
     alone = profile.coefficients_of(out, FLAT)
     shipped = PROFILES / out.gpu.name / model.name / "fit.json"
     own = fit_sms.sweeps_of(profile.with_shapes(rows, model))
@@ -280,6 +278,7 @@ def show_(args: argparse.Namespace) -> int:
         if folder.is_dir():
             say(f"\n{folder}: fit.json holds these numbers, SOURCE.md their sources, samples.parquet the rows")
         return 0
+    from bullet.importers import DEVICES, check_samples
     from bullet.lookup import lookup
 
     path, rows = _table(args)
@@ -291,6 +290,11 @@ def show_(args: argparse.Namespace) -> int:
     if args.op is None:
         say("\n".join(listing(rows)))
         return 0
+    names = sorted({r["gpu"] for r in rows})
+    if all(name in DEVICES or name.removeprefix("simulated ") in GPUS for name in names):
+        check_samples(rows)  # what a fit refuses answers no question either
+    elif len(names) > 1:
+        raise ProfileError(f"{path}: measured on {', '.join(names)}: one device a table")
     seconds = lookup(rows, args.op, counts, sms=args.sms)
     say(f"{args.op} at {', '.join(f'{k} {v}' for k, v in counts.items())}: {seconds * 1e6:.2f} us, {rows[0]['source']}, "
         "linear between measured points")
@@ -306,6 +310,8 @@ def _table(args: argparse.Namespace) -> tuple[Path, list[Row]]:
     if not path.exists():
         raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
     rows = read_rows(path)
-    if args.gpu is not None and rows and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != args.gpu:
+    if not rows:
+        raise ProfileError(f"{path}: holds no rows")
+    if args.gpu is not None and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != args.gpu:
         raise ProfileError(f"{path}: measured on {found}, not on --gpu {args.gpu}: leave --gpu out or give another table")
     return path, rows

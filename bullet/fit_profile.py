@@ -126,10 +126,24 @@ def with_shapes(rows: Sequence[Row], model: ModelSpec) -> list[Row]:
             else {**row, "columns": shapes[row["op"]][0], "inner": shapes[row["op"]][1]} for row in rows]
 
 
+def _require_both_sides(rows: Sequence[Row], source: str, gpu: GpuSpec) -> None:
+    """Refuse GEMMs that are all bound by bytes, or all by operations: they fix no rate, or no bandwidth."""
+    excess = np.array([2.0 * r.m * r.n * r.k / gpu.peak_flops
+                       - 2.0 * (r.m * r.k + r.k * r.n + r.m * r.n) / gpu.mem_bytes_per_s for r in _gemms(rows)])
+    tokens = column(rows, "tokens")
+    for what, count, least, fewer in (("operations", (excess > 0).sum(), len(fit.TILES), "more"),
+                                      ("bytes", (excess < 0).sum(), 1, "fewer")):
+        if count < least:
+            raise ProfileError(f"gemm: {count} rows of {source} are bound by {what}, of {tokens.min():g} to {tokens.max():g} "
+                               f"tokens; at least {least} are needed to tell rates from bandwidth: measure {fewer} tokens, or "
+                               "take A100's: --borrow gemm")
+
+
 def fit_gemms(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
     """Tiles, bandwidth, overheads; waves on and off on the same left-out rows."""
     rows, gpu = found[source], out.gpu
     enough(rows, "gemm", source)
+    _require_both_sides(rows, source, gpu)
     # Vidur's dense token counts fix every tile: gradients get there, and the figures in docs/ rest on what they found.
     searched = not source.startswith("vidur")
     use = every_other(column(rows, "tokens"))
@@ -288,6 +302,16 @@ def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str,
 # ------------------------------------------------------------------------------------------------ the whole
 
 
+def check_model(rows: Sequence[Row], model: ModelSpec) -> None:
+    """Refuse rows that say they have another model's shapes."""
+    from bullet.runtime.sweep import model_label  # no torch there
+
+    label = model_label(model)
+    other = next((r for r in rows if r["model"] not in (None, label)), None)
+    if other is not None:
+        raise ProfileError(f"row {other['id']}: has the shapes of {other['model']}, not of {label}: give its --model")
+
+
 def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoefficients | None = None,
                 asked: Mapping[str, str] | None = None, borrow: Sequence[str] = ()) -> Fit:
     """All kernel families of a table on the whole device; the SM axis and contention come after (:mod:`bullet.fit_sms`).
@@ -296,6 +320,7 @@ def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoeffi
     ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit.
     """
     gpu = check_samples(rows)
+    check_model(rows, model)
     rows = with_shapes(rows, model)
     out, asked = Fit(gpu, model, rows[0]["source"] == "measured"), asked or {}
     unknown = sorted({*asked, *borrow} - set(FAMILIES))

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 from bullet.config import ModelSpec, model_label
 from bullet.errors import ProfileError
-from bullet.measured import StepProfile, along
+from bullet.measured import TURNS, StepProfile, along
 from bullet.tables import ENGINE_PHASES, Row
 
 CPU_BACKEND = "cpu"
 WHOLE, BY_LAYER, ITERATION = ENGINE_PHASES
-TURNS = "none: lanes take turns"
 Shape = tuple[int, int, int]
 """New tokens, sequences, context of each."""
 

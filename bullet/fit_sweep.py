@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bullet.config import GpuSpec, ModelSpec, get_model, model_label
+from bullet.config import ModelSpec, get_model, model_label
 from bullet.device import DeviceModel
 from bullet.errors import ProfileError
 from bullet.fit import FitError
@@ -65,14 +65,6 @@ def model_of(rows: Sequence[Row], asked: str | None, where: str) -> tuple[ModelS
     if model_label(model) not in labels:
         raise ProfileError(f"{where}: no rows of {model_label(model)}: it has {', '.join(labels)}")
     return model, [r for r in rows if r["model"] == model_label(model)]
-
-
-def check_device(rows: Sequence[Row], gpu: GpuSpec) -> None:
-    """A card with other SMs than the data sheet's is another device than the one that would be simulated."""
-    sms = {r["device_sms"] for r in rows}
-    if sms != {gpu.num_sms}:
-        raise ProfileError(f"measured on {', '.join(map(str, sorted(sms)))} SMs, {gpu.name} has {gpu.num_sms}: another card, or "
-                           "a part of one: add its data sheet to bullet/config.py")
 
 
 def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:

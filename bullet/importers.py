@@ -17,7 +17,7 @@ from typing import Any
 
 from bullet.config import GPUS, GpuSpec, ModelSpec, get_gpu, get_model
 from bullet.errors import ProfileError
-from bullet.tables import Row, check_row
+from bullet.tables import ENGINE_OPS, ENGINE_PHASES, KINDS, SOURCES, Row, check_row
 from bullet.units import MICRO, MILLI
 from bullet.work import dense_kernels, embedding_bytes
 
@@ -36,6 +36,8 @@ BYTES_SLACK = 1.05
 """Likewise bytes a second, what the L2 cache can hold aside."""
 FLOOR_S = 20e-6
 """What a kernel may take beyond its roofline however small it is: launch, ramp-up, tail."""
+LEAST_S = 0.2e-6
+"""No kernel is launched and done sooner: a value below is in another unit."""
 UNIT_FACTOR = 100.0
 """Further from its neighbours, or above its roofline, than this, a value is in another unit."""
 REPEAT_SPREAD = 1.5
@@ -43,6 +45,15 @@ REPEAT_SPREAD = 1.5
 SHAPE = ("tokens", "batch", "context_tokens", "decode_seqs", "decode_context_tokens", "columns", "inner", "heads", "kv_heads",
          "head_dim", "num_gpus", "message_bytes")
 """Columns that make a row's identity, beside version and operation."""
+KNOWN_OPS = ("gemm", "prefill_attention", "decode_attention", "paged_decode_attention", "mixed_attention", "norm", "qk_norm",
+             "rope", "act", "embedding", "sampler", "copy", "all_reduce")
+SAME = ("kind", "op", *SHAPE, "backend", "partition", "lane", "unit", "sms", "split_prefill_sms", "split_decode_sms", "corunner",
+        "corunner_tokens", "corunner_batch", "corunner_context_tokens", "corunner_sms", "origin_version", "model", "dtype")
+"""Two rows of one table that agree in these measured the same thing, whatever their ids say."""
+REPEAT = "|repeat "
+"""What numbers a measurement's further times in its id."""
+WIDEST_SPREAD = 4.0
+"""Repeats of any publisher's, at most: times of 3 us and up in whole microseconds."""
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "gemm": ("tokens", "columns", "inner"), "norm": ("tokens", "bytes"), "rope": ("tokens", "bytes"), "act": ("tokens", "bytes"),
     "embedding": ("tokens", "bytes"), "prefill_attention": ("tokens", "batch", "context_tokens", "flops", "bytes"),
@@ -167,7 +178,7 @@ def number_repeats(rows: Sequence[Row], spread: float = REPEAT_SPREAD) -> list[R
             raise ProfileError(f"{_name(found[0])} and row {found[-1]['order']} repeat one measurement but are "
                                f"{max(times) / max(min(times), 1e-12):.3g} times apart")
         for i, row in enumerate(found[1:], 2):
-            row["id"] += f"|repeat {i}"
+            row["id"] += f"{REPEAT}{i}"
     return list(rows)
 
 
@@ -187,14 +198,15 @@ def roofline_s(row: Mapping[str, Any], gpu: GpuSpec) -> float:
 def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4) -> GpuSpec:
     """The one GPU that all rows were measured on.
 
-    :class:`ProfileError`, naming the row, for: mixed GPUs or sources, a repeated measurement, no time at all, a count that
-    is absent or negative, a rate
-    above the data sheet's, and a value ``UNIT_FACTOR`` off its neighbours (same origin and operation) or its roofline.
+    :class:`ProfileError`, naming the row, for: mixed GPUs or sources, a repeated measurement that is not numbered as one, no
+    time at all, a count that is absent or negative, a rate above the data sheet's, and a value ``UNIT_FACTOR`` off its
+    neighbours (same origin and operation) or its roofline.
     """
     if not rows:
         raise ProfileError("no samples")
     gpu = gpu_of(str(rows[0]["gpu"]), _name(rows[0]))
     seen: dict[str, Mapping[str, Any]] = {}
+    alike: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     groups: dict[tuple[Any, ...], list[tuple[float, Mapping[str, Any]]]] = {}
     for row in rows:
         if gpu_of(str(row["gpu"]), _name(row)) is not gpu:
@@ -202,10 +214,13 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4)
         if row["source"] != rows[0]["source"]:
             raise ProfileError(f"{_name(row)}: source {row['source']!r}, others {rows[0]['source']!r}: one kind a table")
         if row["kind"] != "anchor" and row["id"] in seen:
-            raise ProfileError(f"{_name(row)} repeats row {seen[row['id']]['order']}: {row['id']}")
+            raise ProfileError(f"{_name(row)} repeats row {_place(seen[row['id']])}: {row['id']}")
         seen[row["id"]] = row
+        check_place(row, gpu)
         if not row["median_s"] > 0:
             raise ProfileError(f"{_name(row)}: {row['median_s']} s: must be positive")
+        if row["kind"] != "anchor":
+            check_repeat(row, alike.setdefault(_key(row), row))
         check_counts(row)
         if row["op"] != "all_reduce":  # small ones stay in caches, whatever the link
             check_peak(row, gpu)
@@ -220,7 +235,42 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4)
             if ratio > UNIT_FACTOR:
                 raise ProfileError(f"{_name(row)}: {row['median_s']:.3g} s is {_times(ratio)} what {gpu.name}'s data sheet "
                                    "allows: another unit?")
+    for row in rows:
+        if row["median_s"] < LEAST_S:
+            raise ProfileError(f"{_name(row)}: {row['median_s']:.3g} s: no kernel takes less than {LEAST_S:g} s: another unit?")
     return gpu
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    # A layer's norms have one shape and are several kernels: their names end the id.
+    kernel = row["id"].partition(REPEAT)[0].rpartition("|")[2] if row["op"] == "norm" else None
+    return (*(row[name] for name in SAME), kernel)
+
+
+def check_repeat(row: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Refuse a row that measures what ``first`` does, unless it is numbered as a repeat of it and not too far from it."""
+    if row is first:
+        return
+    times = f"{first['median_s'] * 1e6:.6g} and {row['median_s'] * 1e6:.6g} us"
+    if row["id"].partition(REPEAT)[0] != first["id"].partition(REPEAT)[0]:
+        raise ProfileError(f"{_name(row)} measures what row {_place(first)} does ({times}) under another id, {row['id']!r}: "
+                           f"leave one out, or number it {first['id'] + REPEAT + '2'!r}")
+    if max(row["median_s"], first["median_s"]) > WIDEST_SPREAD * min(row["median_s"], first["median_s"]):
+        raise ProfileError(f"{_name(row)} repeats row {_place(first)}: {times} are further apart than repeats can be")
+
+
+def check_place(row: Mapping[str, Any], gpu: GpuSpec) -> None:
+    """Refuse a kind or source that is none, an operation that nobody knows, and SMs that the device has not."""
+    for name, allowed in (("kind", KINDS), ("source", SOURCES)):
+        if row[name] not in allowed:
+            raise ProfileError(f"{_name(row)}: {name} = {row[name]!r}: must be {', '.join(allowed)}")
+    op = row["op"]
+    if op not in (*KNOWN_OPS, *ENGINE_OPS, *ENGINE_PHASES) and not op.startswith("gemm_") and not op.endswith("_layer"):
+        raise ProfileError(f"{_name(row)}: op = {op!r}: must be gemm_*, *_layer, {', '.join(KNOWN_OPS)}")
+    if row["device_sms"] != gpu.num_sms:
+        raise ProfileError(f"{_name(row)}: device_sms = {row['device_sms']}: {gpu.name} has {gpu.num_sms}")
+    if not 1 <= row["sms"] <= gpu.num_sms:
+        raise ProfileError(f"{_name(row)}: sms = {row['sms']}: must be 1 to {gpu.num_sms}")
 
 
 def check_counts(row: Mapping[str, Any]) -> None:
@@ -233,6 +283,10 @@ def check_counts(row: Mapping[str, Any]) -> None:
             raise ProfileError(f"{_name(row)}: {name} is missing: {op} needs {', '.join(needed)}")
         if value is not None and value < (least if name in needed else 0):
             raise ProfileError(f"{_name(row)}: {name} = {value:g}: must be {least if name in needed else 0} or more")
+    if op.startswith("gemm") and None not in (found := [row[name] for name in ("tokens", "columns", "inner", "flops")]):
+        m, n, k, flops = found
+        if not math.isclose(flops, 2.0 * m * n * k, rel_tol=1e-6):
+            raise ProfileError(f"{_name(row)}: {flops:.6g} flops, but {m} x {n} x {k} are {2.0 * m * n * k:.6g}: one is wrong")
 
 
 def check_peak(row: Mapping[str, Any], gpu: GpuSpec) -> None:
@@ -252,7 +306,11 @@ def _times(ratio: float) -> str:
 
 def _name(row: Mapping[str, Any]) -> str:
     place = str(row.get("origin") or row["gpu"]).split()
-    return f"{place[1] if row.get('origin') and len(place) > 1 else place[0]}: row {row['order']} ({row['op']})"
+    return f"{place[1] if row.get('origin') and len(place) > 1 else place[0]}: row {_place(row)} ({row['op']})"
+
+
+def _place(row: Mapping[str, Any]) -> Any:
+    return row["id"] if row["order"] is None else row["order"]
 
 
 # ------------------------------------------------------------------------------------------------ the formats
@@ -392,7 +450,7 @@ def read_frontier_attention(path: Path, gpu: str) -> list[Row]:
                    else attention_columns("decode_attention", batch, 1, past + 1, heads))
         name = f"time_stats.attn_{'prefill' if prefill else 'decode'}.median"
         rows.append(make_row(FRONTIER, path, i, gpu, number(raw, name, path, i) * MILLI, {**columns, "dtype": "float16"}))
-    return number_repeats(rows, spread=4.0)  # times of 3 us and up in whole microseconds
+    return number_repeats(rows, spread=WIDEST_SPREAD)
 
 
 SERVINGSIM_OPS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down", "layernorm": "norm",

@@ -28,9 +28,9 @@ def lookup(rows: Sequence[Mapping[str, Any]], op: str, point: Mapping[str, int],
     Repeats count as their median. :class:`ProfileError` names the axis and the measured range if the point is outside, and
     the operations, versions or sizes at hand if the table does not decide.
     """
-    own = [r for r in rows if r["op"] == op and r["kind"] == "solo" and r["sms"] == (sms or r["device_sms"])]
+    own = [r for r in rows if r["op"] == op and r["kind"] == "solo" and r["sms"] == (r["device_sms"] if sms is None else sms)]
     if not own:
-        raise ProfileError(f"no rows of {op!r}{f' on {sms} SMs' if sms else ''}: the table has "
+        raise ProfileError(f"no rows of {op!r}{'' if sms is None else f' on {sms} SMs'}: the table has "
                            f"{', '.join(sorted({r['op'] for r in rows}))}")
     axes = AXES.get(op, ("tokens",))
     for name in CHOICES:

@@ -28,6 +28,9 @@ from bullet.device import DeviceModel, analytic_coefficients
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
 
+TURNS = "none: lanes take turns"
+"""The partition of a CPU, before a nominal GPU is named."""
+
 
 @dataclass(frozen=True)
 class StepProfile:
@@ -57,11 +60,13 @@ class StepProfile:
     corun: tuple[tuple[int, int, float, float], ...] = ()
 
     def shown(self, gpu: GpuSpec) -> StepProfile:
-        """On one processor the splits are those of a nominal GPU, and have no effect; else the same."""
-        if not self.turns:
+        """A CPU's sweep knows of threads: the policy is shown the splits of a nominal GPU, of no effect. Others stay as they are.
+        """
+        if self.partition != TURNS:
             return self
         whole = ((gpu.num_sms, 1.0),)
-        return dataclasses.replace(self, num_sms=gpu.num_sms, prefill_sms=whole, decode_sms=whole)
+        return dataclasses.replace(self, partition=f"{TURNS}, SMs of a nominal {gpu.name}", num_sms=gpu.num_sms,
+                                   prefill_sms=whole, decode_sms=whole)
 
     def to_json(self) -> str:
         """Stable text."""

@@ -67,6 +67,9 @@ class Estimator(Protocol):
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt alone, before online correction."""
 
+    def prefill_base_at(self, prompt_tokens: tuple[int, ...], index: int) -> float:
+        """A batch of prompts before online correction on one split."""
+
     def prefill_correction(self, index: int) -> float:
         """Online correction now: ``prefill_seconds((t,), None)[i] = prefill_base(t)[i] * prefill_correction(i)``."""
 
@@ -207,32 +210,20 @@ def _along(line: _Line, tokens: Sequence[int]) -> tuple[Array, Array]:
     return flops_1 + more * more_flops, bytes_1 + more * more_bytes
 
 
-def _own_pairs(tokens: int) -> float:
-    """Query-key pairs of a whole prompt."""
-    return work.attended_pairs(tokens, 0)
-
-
-def interpolate_all(x: Sequence[float], nodes: Sequence[float], values: Sequence[Array]) -> Array:
-    """:func:`interpolate` at each of ``x``, a row for each."""
-    table = np.array(values)
-    if len(nodes) == 1:
-        return np.repeat(table, len(x), axis=0)
-    at, knots = np.array(x), np.array(nodes)
-    i = np.searchsorted(knots[1:-1], at)  # as there: the last node that is passed
-    share = ((at - knots[i]) / (knots[i + 1] - knots[i]))[:, None]
-    rows: Array = table[i] + share * (table[i + 1] - table[i])
-    return rows
-
-
 def interpolate(x: float, nodes: Sequence[float], values: Sequence[Array]) -> Array:
     """Piecewise linear between nodes, extended linearly beyond; arrays over splits."""
     if len(nodes) == 1:
         return values[0]
+    i, share = _between(x, nodes)
+    return values[i] + share * (values[i + 1] - values[i])
+
+
+def _between(x: float, nodes: Sequence[float]) -> tuple[int, float]:
+    """The node before ``x``, and how far on it lies towards the next."""
     i = 0
     while i < len(nodes) - 2 and x > nodes[i + 1]:
         i += 1
-    share = (x - nodes[i]) / (nodes[i + 1] - nodes[i])
-    return values[i] + share * (values[i + 1] - values[i])
+    return i, (x - nodes[i]) / (nodes[i + 1] - nodes[i])
 
 
 def along_sms(own: NDArray[np.int64], points: Mapping[int, float]) -> Array:
@@ -289,11 +280,15 @@ class Srm:
         none, one = (work.decode_attention(model, 1, context, tensor_parallel).bytes for context in (0, 1))
         self._query_bytes, self._context_bytes = none, one - none
         self._head_line = _line(lambda seqs: work.head_kernels(model, seqs, tensor_parallel))
-        self._dense_blocks: dict[int, tuple[Array, list[float], list[float]]] = {}
-        self._lone_blocks: dict[int, Array] = {}  # of prompts prefilled alone, by tokens // DENSE_BLOCK
-        self._dense_line: _Line | None = None
+        self._dense_line: _Line | None = None  # None: the experts touched grow otherwise
+        if not model.num_experts:
+            self._dense_line = _line(lambda tokens: work.dense_kernels(model, tokens, tensor_parallel))
+            self._dense_terms = list(zip(*(column.tolist() for column in self._dense_line), strict=True))
+        self._prefill_rates = list(zip(self._compute[PREFILL].tolist(), self._bandwidth[PREFILL].tolist(), strict=True))
+        self._dense_blocks: dict[int, Array] = {}
         self._head_rows: dict[int, Array] = {}
-        self._prefill_rows: dict[tuple[int, ...], tuple[Array, list[float]]] = {}
+        self._prefill_rows: dict[tuple[int, ...], Array] = {}
+        self._prefill_cells: dict[tuple[int, ...], dict[int, float]] = {}
         self._alpha_rows: dict[tuple[int, bool], tuple[Array, Array, list[float], list[float]]] = {}
         self._decode_rows: dict[tuple[int, int], tuple[Array, Array, list[float], list[float]]] = {}
         self._octaves: dict[int, int] = {}
@@ -461,7 +456,7 @@ class Srm:
 
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:
         """Eq. 1 and 2; contention leaves prefill alone (section 3.2.3), so ``decode`` is not used."""
-        return self._prefill_row(prompt_tokens)[0] * self.recalibration.over_splits(PREFILL)
+        return self._prefill_row(prompt_tokens) * self.recalibration.over_splits(PREFILL)
 
     def prefill_at(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None, index: int) -> float:
         """One element of :meth:`prefill_seconds`, to the last bit."""
@@ -469,89 +464,109 @@ class Srm:
 
     def prefill_line(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Callable[[int], float]:
         """The same for a few indices."""
-        found = self._prefill_rows.get(prompt_tokens)
-        row = self._prefill_row(prompt_tokens)[1] if found is None else found[1]
+        cells = self._cells_of(prompt_tokens)
         factor, bucket_of = self._prefill_correction.factor, self._prefill_correction.bucket_of
 
         def at(index: int) -> float:
-            return row[index] * factor[bucket_of[index]]
+            base = cells.get(index)
+            if base is None:
+                base = cells[index] = self._prefill_cell(prompt_tokens, index)
+            return base * factor[bucket_of[index]]
 
         return at
 
     def prefill_base(self, prompt_tokens: int) -> Array:
         """One prompt, before online correction."""
-        return self._prefill_row((prompt_tokens,))[0]
+        return self._prefill_row((prompt_tokens,))
 
-    def _prefill_row(self, prompt_tokens: tuple[int, ...]) -> tuple[Array, list[float]]:
-        """Uncorrected seconds over all splits, as an array and as a list."""
+    def prefill_base_at(self, prompt_tokens: tuple[int, ...], index: int) -> float:
+        """A batch on one split, before online correction."""
+        cells = self._cells_of(prompt_tokens)
+        base = cells.get(index)
+        if base is None:
+            base = cells[index] = self._prefill_cell(prompt_tokens, index)
+        return base
+
+    def _cells_of(self, prompt_tokens: tuple[int, ...]) -> dict[int, float]:
+        """Uncorrected seconds on the splits asked for so far."""
+        cells = self._prefill_cells.get(prompt_tokens)
+        if cells is None:
+            if len(self._prefill_cells) >= CACHE_ENTRIES:
+                self._prefill_cells.clear()
+            cells = self._prefill_cells[prompt_tokens] = {}
+        return cells
+
+    def _prefill_row(self, prompt_tokens: tuple[int, ...]) -> Array:
+        """Uncorrected seconds over all splits."""
         row = self._prefill_rows.get(prompt_tokens)
         if row is None:
             if len(self._prefill_rows) >= CACHE_ENTRIES:
                 self._prefill_rows.clear()
-            base = self._uncorrected_prefill(prompt_tokens)
-            base.setflags(write=False)
-            row = self._prefill_rows[prompt_tokens] = (base, base.tolist())
+            row = self._prefill_rows[prompt_tokens] = self._uncorrected_prefill(prompt_tokens)
+            row.setflags(write=False)
         return row
 
     def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
-        if len(prompt_tokens) == 1:
-            (tokens,) = prompt_tokens
-            block = self._lone_blocks.get(tokens // DENSE_BLOCK)
-            if block is None:
-                if len(self._lone_blocks) >= CACHE_ENTRIES // DENSE_BLOCK:
-                    self._lone_blocks.clear()
-                first = tokens - tokens % DENSE_BLOCK
-                totals = [max(t, 1) for t in range(first, first + DENSE_BLOCK)]
-                block = self._prefills([(t,) for t in totals], totals, self._dense_of(tokens)[0])
-                self._lone_blocks[tokens // DENSE_BLOCK] = block
-            row: Array = block[tokens % DENSE_BLOCK]
-            return row
         total = sum(prompt_tokens)
-        row = self._prefills([prompt_tokens], [total], self._dense(total)[0])[0]
-        return row
-
-    def _prefills(self, batches: Sequence[tuple[int, ...]], totals: Sequence[int], dense_s: Array) -> Array:
-        """Eq. 1 and 2 of batches of as many prompts each, a row for each batch; ``dense_s``: their kernels but attention."""
-        pairs, tokens = np.array([sum(map(_own_pairs, batch)) for batch in batches]), np.array(totals)
-        flops, bytes_ = self._pair_flops * pairs[:, None], self._token_bytes * tokens[:, None]
-        layer_s = np.maximum(flops / self._compute[PREFILL], bytes_ / self._bandwidth[PREFILL]) + dense_s
-        theory = self.model.num_layers * layer_s + self._head_seconds(len(batches[0]))
-        alpha = interpolate_all([math.log2(total) for total in totals], self._prefill_nodes, self._alpha_prefill)
+        compute, bandwidth = self._compute[PREFILL], self._bandwidth[PREFILL]
+        flops, bytes_ = self._attention_work(prompt_tokens, total)
+        layer_s = np.maximum(flops / compute, bytes_ / bandwidth) + self._dense(total)
+        theory = self.model.num_layers * layer_s + self._head_seconds(len(prompt_tokens))
+        alpha = interpolate(math.log2(total), self._prefill_nodes, self._alpha_prefill)
         base: Array = theory * np.maximum(alpha, MIN_ALPHA) * self.error
         return base
 
-    def _dense(self, tokens: int) -> tuple[Array, float, float]:
-        """A layer's kernels but attention, with its all-reduces: eq. 1 over splits, operations, bytes.
+    def _prefill_cell(self, prompt_tokens: tuple[int, ...], index: int) -> float:
+        """One element of that, to the last bit. Most batches are asked for on a split or two, and numpy has its price."""
+        if self._dense_line is None:
+            return float(self._prefill_row(prompt_tokens)[index])
+        total = sum(prompt_tokens)
+        compute, bandwidth = self._prefill_rates[index]
+        dense_s, more = 0.0, total - 1
+        for flops_1, more_flops, bytes_1, more_bytes in self._dense_terms:
+            compute_s, memory_s = (flops_1 + more * more_flops) / compute, (bytes_1 + more * more_bytes) / bandwidth
+            dense_s += compute_s if compute_s > memory_s else memory_s
+        flops, bytes_ = self._attention_work(prompt_tokens, total)
+        layer_s = max(flops / compute, bytes_ / bandwidth) + (dense_s + self._network_seconds(total))
+        theory = self.model.num_layers * layer_s + float(self._head_seconds(len(prompt_tokens))[index])
+        nodes, values = self._prefill_nodes, self._alpha_prefill
+        alpha = float(values[0][index])
+        if len(nodes) > 1:
+            i, share = _between(math.log2(total), nodes)
+            low = float(values[i][index])
+            alpha = low + share * (float(values[i + 1][index]) - low)
+        base: float = theory * max(alpha, MIN_ALPHA) * self.error
+        return base
+
+    def _attention_work(self, prompt_tokens: tuple[int, ...], total: int) -> tuple[float, float]:
+        """Operations and bytes of attention over whole prompts: linear in query-key pairs and in tokens."""
+        return (self._pair_flops * sum(work.attended_pairs(t, 0) for t in prompt_tokens), self._token_bytes * total)
+
+    def _dense(self, tokens: int) -> Array:
+        """A layer's kernels but attention, with its all-reduces: eq. 1 over splits.
 
         They depend on the tokens alone, so neighbouring counts are computed together: nine kernels cost as much for one.
         """
-        seconds, flops, bytes_ = self._dense_of(tokens)
-        i = tokens % DENSE_BLOCK
-        return seconds[i], flops[i], bytes_[i]
-
-    def _dense_of(self, tokens: int) -> tuple[Array, list[float], list[float]]:
-        """:meth:`_dense` of a whole block of neighbours."""
         block = self._dense_blocks.get(tokens // DENSE_BLOCK)
         if block is None:
             if len(self._dense_blocks) >= CACHE_ENTRIES // DENSE_BLOCK:
                 self._dense_blocks.clear()
             first = tokens - tokens % DENSE_BLOCK
             block = self._dense_blocks[tokens // DENSE_BLOCK] = self._dense_block(range(first, first + DENSE_BLOCK))
-        return block
+        row: Array = block[tokens % DENSE_BLOCK]
+        return row
 
-    def _dense_block(self, tokens: Sequence[int]) -> tuple[Array, list[float], list[float]]:
+    def _dense_block(self, tokens: Sequence[int]) -> Array:
         flops, bytes_ = self._dense_work(tokens)
         compute, bandwidth = self._compute[PREFILL], self._bandwidth[PREFILL]
-        seconds = np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
+        seconds: Array = np.maximum(flops[:, :, None] / compute, bytes_[:, :, None] / bandwidth).sum(axis=1)
         seconds += np.array([self._network_seconds(t) for t in tokens])[:, None]
-        return seconds, flops.sum(axis=1).tolist(), bytes_.sum(axis=1).tolist()
+        return seconds
 
     def _dense_work(self, tokens: Sequence[int]) -> tuple[Array, Array]:
         """Operations and bytes of a layer's kernels but attention; rows: token counts (0 as 1), columns: kernels."""
-        if self.model.num_experts:
-            return _counted([work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens])
         if self._dense_line is None:
-            self._dense_line = _line(lambda t: work.dense_kernels(self.model, t, self.tensor_parallel))
+            return _counted([work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens])
         return _along(self._dense_line, tokens)
 
     def _head_seconds(self, num_seqs: int) -> Array:
@@ -656,9 +671,10 @@ class Srm:
 
     def prefill_intensity(self, prompt_tokens: tuple[int, ...]) -> float:
         """A layer's operations per byte."""
-        tokens = sum(prompt_tokens)
-        _, flops, bytes_ = self._dense(tokens)
-        return (flops + self._pair_flops * sum(map(_own_pairs, prompt_tokens))) / (bytes_ + self._token_bytes * tokens)
+        total = sum(prompt_tokens)
+        flops, bytes_ = self._attention_work(prompt_tokens, total)
+        dense_flops, dense_bytes = self._dense_work((total,))
+        return (float(dense_flops.sum()) + flops) / (float(dense_bytes.sum()) + bytes_)
 
     def ridge(self, index: int) -> float:
         """C_p / D_p."""
@@ -704,6 +720,9 @@ class Oracle(Srm):
     def prefill_line(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Callable[[int], float]:
         """The same for a few indices."""
         return partial(self.prefill_at, prompt_tokens, decode)
+
+    def _prefill_cell(self, prompt_tokens: tuple[int, ...], index: int) -> float:
+        return float(self._prefill_row(prompt_tokens)[index])
 
     def _uncorrected_prefill(self, prompt_tokens: tuple[int, ...]) -> Array:
         base: Array = self.device.prefill_seconds_all(self._prefill_work(prompt_tokens), self.splits, None) * self.error

@@ -12,8 +12,10 @@ import contextlib
 import json
 import math
 import os
+import signal
+import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -45,10 +47,12 @@ PART_ROWS = 16384
 """Rows that are held in memory before they go to a part file: 6 MB; a killed run loses no more than these."""
 
 
-def _packed(cells: Sequence[Any], kind: str) -> NDArray[Any]:
+def _packed(cells: list[Any], kind: str) -> NDArray[Any]:
     """One column; through ``array``, which is half as dear as numpy's look at each cell. Null times become NaN."""
     if kind == "str":
         return np.array(cells, dtype=object)
+    if cells and cells.count(cells[0]) == len(cells):  # as many columns of a lock-step system are
+        return np.full(len(cells), math.nan if cells[0] is None else cells[0], dtype=kind)
     code = {"f8": "d", "i8": "q", "i4": "i"}[kind]
     try:
         return np.frombuffer(array(code, cells), dtype=kind)
@@ -78,7 +82,7 @@ class Table:
         return cls.from_cells([cell for row in rows for cell in row])
 
     @classmethod
-    def from_cells(cls, cells: Sequence[Any]) -> Any:
+    def from_cells(cls, cells: list[Any]) -> Any:
         """Rows one after the other, as a flat list: cheaper to gather, and much cheaper to turn into columns."""
         width = len(cls.columns)
         assert len(cells) % width == 0, f"{len(cells)} cells of {width} columns"
@@ -257,7 +261,8 @@ class RunWriter:
             return
         why = "interrupted" if isinstance(exc, KeyboardInterrupt) else f"{type(exc).__name__}: {exc}"
         try:
-            self.abort(why)
+            with _undisturbed():
+                self.abort(why)
         except ResultsError:
             # A full disk stopped the run and stops this too: the part files stay, and the first error is the one to tell.
             return
@@ -363,6 +368,21 @@ class RunWriter:
         self._say_incomplete(why, counts)
         self.ended = True
         return counts
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C or SIGTERM is not heard while a stopped run's rows are saved: a moment, and without it they are lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python
+                signal.signal(number, handler)
 
 
 def _stem(cls: type[Table]) -> str:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -145,10 +145,14 @@ def run_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig
     for name in FLAGS:
         if not hasattr(args, name):
             setattr(args, name, None)
-    if args.model is None and args.config is None:
+    if args.model is None and args.config is None and args.weights is None:
         args.model = "tiny" if args.device == "cpu" else "llama-3.1-8b"
     if args.weights is not None:
-        args.model = str(args.weights / "config.json")
+        described = str(args.weights / "config.json")
+        if args.model not in (None, described):
+            raise ConfigError(f"--model {args.model} beside --weights {args.weights}: the weights' own config.json is taken, "
+                              "leave --model out")
+        args.model = described
     if args.gpu is not None and args.device == "cuda":
         raise ConfigError("--gpu: with --device cuda the policy is shown the GPU that is there")
     if args.threads is not None and args.threads < 1:
@@ -206,7 +210,7 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
     policy = make_policy_for(config, opened.gpu, machine.splits, device)
     with RunWriter(folder, source="measured") as writer:
         args.kept = folder
-        writer.resolved(config)
+        writer.resolved(config, offered=len(workload))
         writer.metadata |= {"gpu": machine.name, "partition": machine.partition}
         update, close = _progress(len(workload), config.policy.name, args.quiet)
         run = Replay(config, workload, machine, policy, writer, prompts_of(workload, model.vocab_size, config.seed),
@@ -257,8 +261,8 @@ def _replay(args: argparse.Namespace) -> int:
     import json
 
     from bullet import policies, report
-    from bullet.config import get_model, resolve_slo
-    from bullet.errors import ConfigError
+    from bullet.config import get_model, model_label, resolve_slo
+    from bullet.errors import ConfigError, ResultsError
     from bullet.measured import StepProfile
     from bullet.runtime.machine import longest, measure_steps, open_machine
     from bullet.workload import load_workload
@@ -269,18 +273,28 @@ def _replay(args: argparse.Namespace) -> int:
         if value is not None and not policies.needs_estimator(config.policy.name):
             raise ConfigError(f"{flag} {value} has no effect: {config.policy.name} predicts nothing")
     workload = load_workload(config.workload, config.seed)
-    if args.record is not None:
-        check_new_file(args.record)
     profile = None if args.steps is None else StepProfile.from_json(args.steps)
+    model = get_model(config.device.model)
+    if profile is not None and profile.model not in (model.name, model_label(model)):
+        raise ConfigError(f"{args.steps}: step times of {profile.model}, the model is {get_model(config.device.model).name}: "
+                          "measure its own with bullet-run steps")
     config = dataclasses.replace(
         config, workload=dataclasses.replace(config.workload, num_requests=len(workload)),
         slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
     folder = _fresh(args.out, f"real-{config.policy.name}-{Path(config.workload.trace).name}")
+    if args.record is not None and not (args.record.parent.is_dir() or args.record.parent in (folder, *folder.parents)):
+        raise ResultsError(f"{args.record}: no folder {args.record.parent}: make it, or choose another --record")
+    if args.record is not None and args.record.parent.is_dir():
+        check_new_file(args.record)
     # On a CPU at least what step times need.
     most = max(longest(config, workload), min(448, get_model(config.device.model).context_tokens) if args.device == "cpu" else 0)
     with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
                       threads=args.threads, say=say) as opened:
         machine = opened.machine
+        profile = None if profile is None else profile.shown(opened.gpu)
+        if profile is not None and (profile.hardware, profile.num_sms) != (machine.name, machine.splits.num_sms):
+            raise ConfigError(f"{args.steps}: step times of {profile.hardware} with {profile.num_sms} SMs, this is "
+                              f"{machine.name} with {machine.splits.num_sms}: measure them here with bullet-run steps")
         config = dataclasses.replace(config, device=dataclasses.replace(config.device, gpu=opened.gpu.name,
                                                                         kv_tokens=machine.kv_blocks * 16))
         if profile is None and args.device == "cpu" and policies.needs_estimator(config.policy.name):
@@ -312,18 +326,25 @@ def _steps(args: argparse.Namespace) -> int:
     from bullet.config import get_model
     from bullet.errors import ConfigError
     from bullet.results import create_folder, write_text
-    from bullet.runtime.machine import measure_steps, open_machine
+    from bullet.runtime.machine import LEAST_TOKENS, measure_steps, open_machine
 
     config = run_config(args)
     model = get_model(config.device.model)
     most = args.max_tokens or min(448 if args.device == "cpu" else 8704, model.context_tokens)
-    if not 64 <= most <= model.context_tokens:
-        raise ConfigError(f"--max-tokens {most}: must be 64 to {model.name}'s {model.context_tokens}")
+    if not LEAST_TOKENS[args.device] <= most <= model.context_tokens:
+        raise ConfigError(f"--max-tokens {most}: step times take {LEAST_TOKENS[args.device]} or more on {args.device}, up to "
+                          f"{model.name}'s {model.context_tokens}")
     folder = _fresh(args.out, f"steps-{args.device}")
-    create_folder(folder)
-    with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
-                      threads=args.threads, say=say) as opened:
-        profile = measure_steps(opened, model, seed=config.seed)
+    made = create_folder(folder)
+    try:
+        with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
+                          threads=args.threads, say=say) as opened:
+            profile = measure_steps(opened, model, seed=config.seed)
+    except BaseException:
+        if made:
+            with suppress(OSError):  # somebody else's files are in there by now
+                folder.rmdir()
+        raise
     write_text(folder / "steps.json", profile.to_json())
     say(f"measured on {profile.hardware} ({profile.partition}), {model.name}")
     prefills = zip(profile.prefill_tokens, profile.prefill_s, strict=True)

@@ -16,6 +16,7 @@ residues tells how many blocks the next iteration takes.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -171,7 +172,11 @@ class Chunk(NamedTuple):
 
 
 class HybridStep(NamedTuple):
-    """One lock-step batch: prompt chunks (those with no past are admitted) and, if ``decode``, all decodes."""
+    """One lock-step batch: prompt chunks (those with no past are admitted) and, if ``decode``, all decodes.
+
+    ``steady`` (a step of decodes alone): the answer would stay the same until a request arrives or the next iteration's KV
+    blocks are not free, so a driver need not ask until then.
+    """
 
     sms: int
     chunks: tuple[Chunk, ...] = ()
@@ -182,6 +187,7 @@ class HybridStep(NamedTuple):
     target: Partition | None = None
     preempt: tuple[int, ...] = ()
     reason: str = ""
+    steady: bool = False
 
 
 class Wait(NamedTuple):
@@ -275,27 +281,23 @@ class _Column:
             self._hold(self.items + array("d", bytes(8 * max(len(self.items), index + 1 - len(self.items)))))
         self.items[index] = value
 
-    def shift(self, start: int, end: int, by: int) -> None:
-        """Move elements ``start .. end - 1`` by ``by`` places."""
-        if end + by > len(self.items):
-            self.set(end + by - 1, 0.0)
-        self.view[start + by : end + by] = self.view[start:end].copy()
-
 
 class WaitingQueue:
     """Requests not yet admitted, in order of arrival; preempted ones are put in front.
 
-    Columns are kept beside the list, so that a policy can weigh hundreds of requests at once. ``version`` changes
-    with every change: results may be cached against it.
+    Columns are kept beside the list, so that a policy can weigh hundreds of requests at once: ``arrival_s``,
+    ``ttft_slo_s``, ``known_tokens`` (to prefill), in the order of ``requests``; not to be written to. ``version`` changes with
+    every change: results may be cached against it.
     """
 
-    __slots__ = ("_arrival_s", "_known_tokens", "_start", "_ttft_slo_s", "requests", "version")
+    __slots__ = ("arrival_s", "known_tokens", "requests", "ttft_slo_s", "version")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.arrival_s: list[float] = []
+        self.ttft_slo_s: list[float] = []
+        self.known_tokens: list[int] = []
         self.version = 0
-        self._start = 0  # of the columns' used part: most requests leave at the front
-        self._arrival_s, self._ttft_slo_s, self._known_tokens = _Column(), _Column(), _Column()
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -306,44 +308,25 @@ class WaitingQueue:
     def __getitem__(self, index: int) -> Request:
         return self.requests[index]
 
-    @property
-    def arrival_s(self) -> NDArray[np.float64]:
-        """Arrival times, shape (len,)."""
-        return self._arrival_s.view[self._start : self._start + len(self.requests)]
-
-    @property
-    def ttft_slo_s(self) -> NDArray[np.float64]:
-        """TTFT objectives, shape (len,)."""
-        return self._ttft_slo_s.view[self._start : self._start + len(self.requests)]
-
-    @property
-    def known_tokens(self) -> NDArray[np.float64]:
-        """Tokens to prefill, shape (len,), whole numbers as floats."""
-        return self._known_tokens.view[self._start : self._start + len(self.requests)]
-
     def append(self, request: Request) -> None:
         """Enqueue a new arrival."""
-        self._write(self._start + len(self.requests), request)
         self.requests.append(request)
+        self.arrival_s.append(request.arrival_s)
+        self.ttft_slo_s.append(request.ttft_slo_s)
+        self.known_tokens.append(request.known_tokens)
+        self.version += 1
 
     def push_front(self, request: Request) -> None:
         """Enqueue a preempted request ahead of all."""
-        if self._start == 0:
-            for column in (self._arrival_s, self._ttft_slo_s, self._known_tokens):
-                column.shift(0, len(self.requests), 64)
-            self._start = 64
-        self._start -= 1
-        self._write(self._start, request)
         self.requests.insert(0, request)
+        self.arrival_s.insert(0, request.arrival_s)
+        self.ttft_slo_s.insert(0, request.ttft_slo_s)
+        self.known_tokens.insert(0, request.known_tokens)
+        self.version += 1
 
     def refresh(self, request: Request) -> None:
         """A waiting request gained a token, from a step that was in flight when it was preempted."""
-        self._write(self._start + self.requests.index(request), request)
-
-    def _write(self, at: int, request: Request) -> None:
-        self._arrival_s.set(at, request.arrival_s)
-        self._ttft_slo_s.set(at, request.ttft_slo_s)
-        self._known_tokens.set(at, request.known_tokens)
+        self.known_tokens[self.requests.index(request)] = request.known_tokens
         self.version += 1
 
     def remove(self, request_id: int) -> Request:
@@ -351,14 +334,11 @@ class WaitingQueue:
         requests = self.requests
         if requests and requests[0].id == request_id:
             index = 0
-            self._start = self._start + 1 if len(requests) > 1 else 0
         else:
             index = next((i for i, r in enumerate(requests) if r.id == request_id), -1)
             if index < 0:
                 raise KeyError(request_id)
-            at, end = self._start + index, self._start + len(requests)
-            for column in (self._arrival_s, self._ttft_slo_s, self._known_tokens):
-                column.shift(at + 1, end, -1)
+        del self.arrival_s[index], self.ttft_slo_s[index], self.known_tokens[index]
         self.version += 1
         return requests.pop(index)
 
@@ -386,17 +366,23 @@ class PrefillBatch:
         self.layers_left -= layers
 
 
+CHANGES_KEPT = 16
+"""Joins and leaves that a decode batch remembers: who follows them step by step is seldom further behind."""
+
+
 class DecodeBatch:
     """Requests that gain a token each iteration, in order of admission (see the module's text for the arithmetic)."""
 
-    __slots__ = ("_first_token_s", "_generated_offset", "_slots", "block_tokens", "context_tokens", "iteration", "requests",
-                 "residues", "size", "version")
+    __slots__ = ("_first_token_s", "_generated_offset", "_slots", "block_tokens", "changes", "context_tokens", "iteration",
+                 "requests", "residues", "size", "version")
 
     def __init__(self, block_tokens: int = KV_BLOCK_TOKENS) -> None:
         self.requests: dict[int, Request] = {}
         self.size = 0  # len(requests), which is asked several times a step
         self.iteration = 0
         self.version = 0
+        #: The last joins (True) and leaves, one for each step of ``version``: a request's entries in the columns below.
+        self.changes: deque[tuple[float, int, bool]] = deque(maxlen=CHANGES_KEPT)
         self.block_tokens = block_tokens
         self.residues = [0] * block_tokens
         #: Tokens that the next iteration attends to, its new ones included, over the batch.
@@ -458,7 +444,9 @@ class DecodeBatch:
         slot = request.slot = len(self._slots)
         self._slots.append(request)
         self._first_token_s.set(slot, request.first_token_s)
-        self._generated_offset.set(slot, request.generated - self.iteration)
+        offset = request.generated - self.iteration
+        self._generated_offset.set(slot, offset)
+        self.changes.append((request.first_token_s, offset, True))
         self.version += 1
 
     def leave(self, request: Request) -> int:
@@ -478,6 +466,8 @@ class DecodeBatch:
                 column.items[slot] = column.items[last]
         self._slots.pop()
         request.slot = -1
+        assert request.first_token_s is not None, request
+        self.changes.append((request.first_token_s, request.generated - self.iteration, False))
         self.version += 1
         return cached
 
@@ -626,11 +616,11 @@ class SystemState:
         """
         step = self.in_flight.pop(HYBRID).step
         assert isinstance(step, HybridStep)
-        complete: list[Request] = []
         if not step.chunks:
-            return complete
-        for request, (_, new, _) in zip(self._launched, step.chunks, strict=True):
-            request.computed_tokens += new
+            return []
+        complete: list[Request] = []
+        for i, request in enumerate(self._launched):
+            request.computed_tokens += step.chunks[i].new_tokens
             if request.computed_tokens == request.prompt_tokens + request.generated:
                 self._emit_first(request, now_s)
                 complete.append(request)

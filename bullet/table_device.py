@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet.config import DeviceConfig, GpuSpec, ModelSpec, get_gpu, get_model
-from bullet.device import PROFILES, DeviceModel, StepWork, analytic_coefficients
+from bullet.device import PROFILES, DeviceCoefficients, DeviceModel, StepWork, analytic_coefficients
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
 
@@ -55,6 +55,7 @@ class KernelTables:
     """What was measured. ``dense``, ``head``: kernel -> curve over tokens or requests.
 
     ``attention``: seconds of one layer, shape of the four ``axes`` (see :data:`ATTENTION_AXES`), NaN where not measured.
+    ``beside``: what else the label must say.
     """
 
     source: str
@@ -62,6 +63,7 @@ class KernelTables:
     head: Mapping[str, Curve]
     axes: tuple[NDArray[np.float64], ...]
     attention: NDArray[np.float64]
+    beside: str = ""
 
 
 class TableWork:
@@ -80,7 +82,7 @@ class TableDevice(DeviceModel):
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, tables: KernelTables, *, host_gap_s: float = 0.0) -> None:
-        label = f"table: {tables.source}, interpolated"
+        label = f"table: {tables.source}, interpolated" + (f"; {tables.beside}" if tables.beside else "")
         super().__init__(model, gpu, dataclasses.replace(analytic_coefficients(gpu), source=label, notes={}))
         self.tables = tables
         self.host_gap_s = host_gap_s
@@ -173,10 +175,15 @@ class TableDevice(DeviceModel):
         return seconds
 
     def _refuse_attention(self, chunk: float, past: float, num_seqs: int, computed: float) -> NoReturn:
-        ends = [f"{axis[-1]:g}" for axis in self._axes]
-        beside = self._axes[2][-2]  # the last column of the decode axis was measured without prefill only
-        self._refuse(f"attention of {chunk:g} prompt tokens after {past:g}, beside {num_seqs} decodes of {computed:g}",
-                     f"up to {ends[0]} after {ends[1]}, and {ends[2]} decodes ({beside:g} beside a prefill) of {ends[3]}")
+        pcs, kps, nds, kds = self._axes
+        known = ~np.isnan(np.array(self._grid).reshape([len(axis) for axis in self._axes]))
+        most = [max(int(nds[i]) for i in np.flatnonzero(known[first:].any(axis=(0, 1, 3)))) for first in (0, 1)]
+        measured = f"up to {pcs[-1]:g} after {kps[-1]:g}, and {most[0]} decodes ({most[1]} beside a prefill) of {kds[-1]:g}"
+        at = min(bisect_left(nds, num_seqs), len(nds) - 1)  # as many decodes, or the next measured number
+        reach = [kds[i] for i in np.flatnonzero(known[1 if chunk else 0, 0, at])]
+        if num_seqs <= most[bool(chunk)] and reach and reach[-1] < kds[-1]:
+            measured += f"; {nds[at]:g} decodes of {reach[-1]:g} at most"
+        self._refuse(f"attention of {chunk:g} prompt tokens after {past:g}, beside {num_seqs} decodes of {computed:g}", measured)
 
     def _refuse(self, asked: str, measured: str) -> NoReturn:
         raise ProfileError(f"{self.gpu.name} {self.model.name} tables: {asked} lies outside what was measured ({measured}): "
@@ -341,16 +348,26 @@ def _curve(points: Mapping[float, float]) -> Curve:
 
 
 def load_table_device(config: DeviceConfig) -> TableDevice:
-    """The table device of a configuration; :class:`ConfigError` where no tables are shipped or they cannot say."""
+    """The table device of a configuration; :class:`ConfigError` where no tables are shipped or they cannot say.
+
+    An engine's own tables where the profile has them (``engine_tables.parquet``), else its samples of single kernels.
+    """
+    from bullet.table_samples import read_samples  # it builds on this module
+
     model, gpu = get_model(config.model), get_gpu(config.gpu)
     path = table_path(gpu.name, model.name)
-    if not path.is_file():
-        have = sorted(f"{p.parent.parent.name} with {p.parent.name}" for p in PROFILES.glob(f"*/*/{FILE}"))
+    samples, fit = (path.with_name(name) for name in ("samples.parquet", "fit.json"))
+    if not path.is_file() and not (samples.is_file() and fit.is_file()):
+        have = sorted(f"{p.parent.parent.name} with {p.parent.name}" for p in PROFILES.glob("*/*/samples.parquet"))
         raise ConfigError(f"{TABLE}: no measured tables of {model.name} on {gpu.name} are shipped; there are: "
                           f"{', '.join(have) or 'none'}")
     if config.tensor_parallel != 1:
         raise ConfigError(f"{TABLE}: the tables were measured on one GPU, not device.tensor_parallel = "
                           f"{config.tensor_parallel}")
-    tables = read_tables(path)
+    if path.is_file():
+        tables = read_tables(path)
+    else:
+        path = samples
+        tables = read_samples(samples, model, gpu, DeviceCoefficients.from_json(fit))
     check_tables(tables, model, gpu, str(path))
     return TableDevice(model, gpu, tables)

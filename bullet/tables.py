@@ -114,6 +114,9 @@ OWN = ("samples", "measured_at")
 IMPORTED = ("origin_version", "licence")
 """Required with an ``origin``."""
 
+KINDS = ("solo", "corun", "control", "anchor")
+SOURCES = ("measured", "simulated")
+
 Row = dict[str, Any]
 
 

@@ -182,7 +182,10 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Replay:
-    """One simulated run. Arrays by request, in the recorded order; ``series``: t, running, waiting at each step."""
+    """One simulated run. Arrays by request, in the recorded order; ``series``: t, running, waiting at each step.
+
+    ``preempted``: how often each request was; ``step_ends_s``: when each step ended.
+    """
 
     queued_s: Array
     first_s: Array
@@ -193,17 +196,19 @@ class Replay:
     recomputed_tokens: int
     series: Mapping[str, Array]
     device_source: str
+    preempted: NDArray[np.int64]
+    step_ends_s: Array
 
     def statistics(self, first: int = 0) -> dict[str, float]:
         """The 15, from request ``first`` on."""
         return statistics(self.queued_s[first:], self.first_s[first:], self.last_s[first:], self.output_tokens[first:])
 
 
-def jittered(arrival_s: Array, seed: int | None) -> Array:
-    """Arrival times, each moved by up to 20 ms either way, not before 0; as they are for ``None``."""
+def jittered(arrival_s: Array, seed: int | None, jitter_s: float = JITTER_S) -> Array:
+    """Arrival times, each moved by up to ``jitter_s`` either way, not before 0; as they are for ``None``."""
     if seed is None:
         return arrival_s
-    moved = arrival_s + stream(seed, "arrival jitter", 0).uniform(-JITTER_S, JITTER_S, len(arrival_s))
+    moved = arrival_s + stream(seed, "arrival jitter", 0).uniform(-jitter_s, jitter_s, len(arrival_s))
     return np.maximum(0.0, moved)
 
 
@@ -221,12 +226,16 @@ def run_config(recorded: Recorded, scenario: Scenario) -> RunConfig:
                            "steps_in_flight": scenario.steps_in_flight}})
 
 
-def replay(recorded: Recorded, scenario: Scenario | None = None, seed: int | None = None) -> Replay:
-    """Simulate the recorded requests; ``seed`` moves their arrivals."""
+def replay(recorded: Recorded, scenario: Scenario | None = None, seed: int | None = None, *, jitter_s: float = JITTER_S,
+           device: TableDevice | None = None, watch: Callable[[HybridStep], None] | None = None) -> Replay:
+    """Simulate the recorded requests; ``seed`` moves their arrivals by up to ``jitter_s``.
+
+    ``device``: another than the scenario's. ``watch``: is shown each step before it is launched.
+    """
     from bullet.sim.driver import simulate
 
     scenario = scenario or Scenario()
-    at = jittered(recorded.sent_s if scenario.arrivals == "sent" else recorded.queued_s, seed)
+    at = jittered(recorded.sent_s if scenario.arrivals == "sent" else recorded.queued_s, seed, jitter_s)
     order = np.argsort(at, kind="stable")
     place = np.empty(len(order), dtype=np.int64)  # request -> its position by jittered arrival
     place[order] = np.arange(len(order))
@@ -234,8 +243,9 @@ def replay(recorded: Recorded, scenario: Scenario | None = None, seed: int | Non
     workload = Workload(recorded.target, recorded.source, at[order], recorded.prompt_tokens[order],
                         recorded.output_tokens[order], float(recorded.prompt_tokens.mean()),
                         shared if scenario.share else None)
-    device = TableDevice(get_model(recorded.model), get_gpu(recorded.gpu), scenario.tables(recorded.tables),
-                         host_gap_s=scenario.host_gap_s)
+    if device is None:
+        device = TableDevice(get_model(recorded.model), get_gpu(recorded.gpu), scenario.tables(recorded.tables),
+                             host_gap_s=scenario.host_gap_s)
     seen: list[tuple[float, int, int]] = []
     asked: list[float] = []
     recomputed = 0
@@ -249,6 +259,8 @@ def replay(recorded: Recorded, scenario: Scenario | None = None, seed: int | Non
         if not isinstance(step, HybridStep):
             return
         assert isinstance(state, PagedState)
+        if watch is not None:
+            watch(step)
         running = {request.id: request for request in state.running}
         admitted = [chunk for chunk in step.chunks if chunk.request_id not in running]
         if admitted:
@@ -267,7 +279,8 @@ def replay(recorded: Recorded, scenario: Scenario | None = None, seed: int | Non
     queued = np.array(asked)[np.searchsorted(asked, at)]
     return Replay(queued, table["first_token_s"][by_id], table["finish_s"][by_id], recorded.output_tokens,
                   int(table["preemptions"].sum()), len(outcome.steps), recomputed,
-                  {"t": t, "running": running, "waiting": waiting}, device.source)
+                  {"t": t, "running": running, "waiting": waiting}, device.source,
+                  np.asarray(table["preemptions"])[by_id], np.asarray(outcome.steps["end_s"]))
 
 
 # ------------------------------------------------------------------------------------------- ingredients

@@ -266,6 +266,7 @@ class NaiveDecodeBatch:
     """What a policy reads of a decode batch, each time summed over requests. ``cached[id]``: one entry a token."""
 
     block_tokens = BLOCK
+    changes = ()  # it remembers none
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}

@@ -243,6 +243,21 @@ def test_a_signal_stops_between_steps(number: str, words: str, tmp_path: Path, c
     assert not (out / "vllm-1024").exists()
 
 
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_second_signal_ends_a_step_at_once_with_the_rows_there_are(number: str, tmp_path: Path,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    """Both in one decision, as if it never ended."""
+    policy = tmp_path / "stop.py"
+    twice = f"[signal.raise_signal(signal.{number}) for _ in range(2)]"
+    policy.write_text("import signal\n" + STOPPING.format(error="SystemExit").replace("raise SystemExit", twice))
+    assert cli.sim(["run", "--policy", f"{policy}:Stop", "--rate", "5", "--num-requests", "100", "--quiet", "--no-report",
+                    "--out", str(tmp_path / "run")]) == 128 + getattr(signal, number)
+    assert "rows so far are kept" in capsys.readouterr().err
+    run = load_run(tmp_path / "run")
+    assert len(run.steps) == 299
+    assert run.summary["offered"] == 100
+
+
 def test_an_error_in_a_users_policy_is_theirs_to_see(tmp_path: Path) -> None:
     policy = tmp_path / "stop.py"
     policy.write_text(STOPPING.format(error="ZeroDivisionError('mine')"))

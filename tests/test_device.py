@@ -28,8 +28,8 @@ REAL = load_device(DeviceConfig())
 
 def step(compute: tuple[float, int] = (0.0, 0), bytes_s: float = 0.0, bytes_: float = 0.0) -> StepWork:
     """One kernel: (seconds a block, blocks), seconds of its bytes on the whole device."""
-    row = _Row(((compute[0], compute[1], bytes_s),), 0.0, 0.0, 0.0, bytes_)
-    return StepWork(1, row, None, (), 0.0, 0.0, 0.0, bytes_)
+    row = _Row(((compute[0], compute[1], bytes_s),), 0.0, 0.0, bytes_)
+    return StepWork(1, row, None, (), 0.0, 0.0, bytes_)
 
 
 def toy(**changes: object) -> DeviceModel:
@@ -182,21 +182,34 @@ def test_coefficients_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "value", "message"), [
     ("rate_hat", 1.0, "unknown rate_hat"),
     ("rate_cap", None, "rate_cap missing"),
-    ("rate_cap", 0, "rate_cap = 0: must be finite and positive"),
+    ("rate_cap", 0.5, "rate_cap = 0.5: must be 1 to 10 (times the rate with all SMs busy)"),
     ("rate_cap", True, "rate_cap = True"),
     ("rate_cap", "1", "rate_cap = '1'"),
-    ("gemm_overhead_s", -1e-6, "gemm_overhead_s = -1e-06: must be finite and 0 or more"),
+    ("rate_cap", [1.2], "rate_cap = [1.2]"),
+    ("rate_slope", 1e9, "rate_slope = 1000000000.0: must be 0 to 10"),
+    ("bandwidth_sharpness", 1e9, "bandwidth_sharpness = 1000000000.0: must be 0.1 to 100"),
+    ("bandwidth_sharpness", 1e-300, "bandwidth_sharpness = 1e-300: must be 0.1 to 100"),
+    ("bandwidth_knee", 0, "bandwidth_knee = 0: must be 0.001 to 1"),
+    ("prefill_attention_extra_keys", 1e6, "prefill_attention_extra_keys = 1000000.0: must be 0 to 10000 (keys a query row)"),
+    ("gemm_overhead_s", -1e-6, "gemm_overhead_s = -1e-06: must be 0 to 0.1 (seconds)"),
     ("host_gap_s", float("nan"), "host_gap_s = nan"),
-    ("gemm_tiles", [], "gemm_tiles must be"),
-    ("gemm_tiles", [[128, 256, 1.5]], "gemm_tiles must be"),
-    ("gemm_tiles", [[128, 256]], "gemm_tiles must be"),
-    ("rowwise_bandwidth", {"norm": 1.0}, "rowwise_bandwidth must give act, embedding"),
-    ("source", 3, "source must be text"),
-    ("gemm_bandwidth", 5, "gemm_bandwidth = 5: a share, must be 1 or less"),
-    ("prefill_attention_efficiency", 1.01, "a share, must be 1 or less"),
-    ("contention_loss", 7, "a share, must be 1 or less"),
-    ("gemm_overhead_s", 4.1, "gemm_overhead_s = 4.1: must be 0.1 s or less; are these seconds?"),
-    ("notes", {"assumed": 5}, "assumed must be a list of texts"),
+    ("link_efficiency", float("inf"), "link_efficiency = inf"),
+    ("gemm_tiles", [], "gemm_tiles = []: must be"),
+    ("gemm_tiles", [[128, 256, 1.5]], "gemm_tiles = [[128, 256, 1.5]]: must be"),
+    ("gemm_tiles", [[10**9, 256, 0.5]], "whole numbers of 1 to 4096, and 0.001 to 1"),
+    ("gemm_tiles", [[128, 256]], "gemm_tiles = [[128, 256]]: must be"),
+    ("rowwise_bandwidth", {"norm": 1.0}, "rowwise_bandwidth = {'norm': 1.0}: must give act, embedding"),
+    ("source", 3, "source = 3: must be text"),
+    ("gemm_bandwidth", 5, "gemm_bandwidth = 5: must be 0.001 to 1 (a share of the data sheet's peak"),
+    ("decode_attention_bandwidth", 1e-9, "decode_attention_bandwidth = 1e-09: must be 0.001 to 1"),
+    ("prefill_attention_efficiency", 1.01, "prefill_attention_efficiency = 1.01: must be 0.001 to 1"),
+    ("contention_loss", 7, "contention_loss = 7: must be 0 to 1 (a share)"),
+    ("gemm_overhead_s", 4.1, "gemm_overhead_s = 4.1: must be 0 to 0.1 (seconds); are these seconds?"),
+    ("notes", [], "notes = []: must be an object"),
+    ("notes", {"assumed": 5}, "notes: assumed = 5: must be a list of texts"),
+    ("notes", {"fitted_on": {"gemm": 3}}, "notes: fitted_on = {'gemm': 3}: must be an object of texts"),
+    ("notes", {"errors": {"gemm": {"median": 0.1}}}, "notes: errors: gemm = {'median': 0.1}: must give rows, median, p90, worst"),
+    ("notes", {"waves": True}, "notes: waves = True: must give on and evidence"),
 ])
 def test_a_fit_with_a_wrong_value_is_refused_by_name(tmp_path: Path, key: str, value: object, message: str) -> None:
     raw = json.loads(REAL.coefficients.to_json())
@@ -224,14 +237,17 @@ def test_a_fit_that_is_not_an_object_is_refused(tmp_path: Path, text: str) -> No
 def test_a_step_holds_the_operations_and_bytes_of_its_kernels() -> None:
     """The device builds attention from slopes, not kernel objects: the totals are those of work.py."""
     pieces, seqs, context = [(700, 0), (130, 900)], 5, 4321
+    coefficients = dataclasses.replace(REAL.coefficients, prefill_attention_extra_keys=0.0)
     for tp in (1, 2):
-        device = DeviceModel(REAL.model, REAL.gpu, REAL.coefficients, tensor_parallel=tp)
+        device = DeviceModel(REAL.model, REAL.gpu, coefficients, tensor_parallel=tp)
         step = device.hybrid_work(pieces, seqs, context, logits_seqs=6)
         kernels = work.layer_kernels(REAL.model, pieces, seqs, context, tp)
         head = work.head_kernels(REAL.model, 6, tp)
-        assert step.flops == pytest.approx(32 * sum(k.flops for k in kernels) + sum(k.flops for k in head), rel=1e-12)
         assert step.bytes == pytest.approx(32 * sum(k.bytes for k in kernels) + sum(k.bytes for k in head)
                                            + work.embedding_bytes(REAL.model, 835), rel=1e-12)
+        (block_s, blocks, _), _ = step.attention
+        operations = block_s * blocks * coefficients.prefill_attention_efficiency * REAL.gpu.peak_flops / REAL.gpu.num_sms
+        assert operations == pytest.approx(work.prefill_attention(REAL.model, pieces, tp).flops, rel=1e-12)
 
 
 def test_the_embedding_runs_once_a_step() -> None:

@@ -19,6 +19,7 @@ from bullet.fit_source import MARK, source_page, write_page
 from bullet.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
 from bullet.lookup import lookup
 from bullet.tables import Row, finalise, read_parquet, write_parquet
+from experiments import gemm_shapes
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -127,6 +128,21 @@ def test_too_few_rows_are_refused(op: str, keep: int, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         fit_profile.fit_profile([r for r in rows if not r["op"].startswith(op)] + few, LLAMA,
                                 borrowed=BORROWED if keep else None)
+
+
+def test_gemms_that_show_one_side_of_the_roofline_are_refused() -> None:
+    """Up to 100 tokens all are bound by bytes on an A100 (156 operations a byte); from 777 on all by operations."""
+    rows = made_table()
+    for keep, message in ((lambda r: r["tokens"] <= 100, r"gemm: 0 rows of made up 1.0 are bound by operations, of 1 to 100 "
+                                                         "tokens; at least 4 are needed .*: measure more tokens"),
+                          (lambda r: r["tokens"] >= 777, "gemm: 0 rows of made up 1.0 are bound by bytes, of 777 to 8192 ")):
+        with pytest.raises(ProfileError, match=message):
+            fit_profile.fit_profile([r for r in rows if not r["op"].startswith("gemm_") or keep(r)], LLAMA, borrowed=BORROWED)
+
+
+def test_rows_of_another_model_are_refused() -> None:
+    with pytest.raises(ProfileError, match=r"row made up 1.0\|gemm_qkv.*: has the shapes of llama-3.1-8b, not of tiny: give its"):
+        fit_profile.fit_profile(made_table(), get_model("tiny"), borrowed=BORROWED)
 
 
 def test_a_family_of_too_few_rows_can_be_borrowed_by_name() -> None:
@@ -301,8 +317,26 @@ def test_fit_and_show_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert "us, measured, linear between measured points" in capsys.readouterr().out
     assert profile(["show", str(table), "--op", "gemm_qkv", "--tokens", "9000"]) == 2
     assert "tokens = 9000 is outside the measured 1 to 8192" in capsys.readouterr().err
+    assert profile(["show", str(table), "--op", "gemm_qkv", "--tokens", "150", "--sms", "0"]) == 2
+    assert "no rows of 'gemm_qkv' on 0 SMs" in capsys.readouterr().err
     assert profile(["fit", str(tmp_path / "none.parquet")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"gpu": RTX4090}, "measured on NVIDIA GeForce RTX 4090, others on NVIDIA A100"),
+    ({"gpu": "CPU, no partition"}, "measured on CPU, no partition, NVIDIA A100 80GB: one device a table"),
+    ({"median_s": 1.0}, "its neighbours' for its work: another unit"),
+])
+def test_a_table_that_no_fit_takes_answers_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any],
+                                                       message: str) -> None:
+    rows = made_table()
+    write_parquet(tmp_path / "t.parquet", [*rows[:5], {**rows[5], **change}, *rows[6:]], {})
+    assert profile(["show", str(tmp_path / "t.parquet"), "--op", "gemm_qkv", "--tokens", "150"]) == 2
+    assert message in capsys.readouterr().err
+    write_parquet(tmp_path / "empty.parquet", [], {})
+    assert profile(["fit", str(tmp_path / "empty.parquet")]) == 2
+    assert "empty.parquet: holds no rows" in capsys.readouterr().err
 
 
 def test_a_table_of_another_gpu_than_asked_is_refused_before_any_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,3 +463,11 @@ def test_lookup_never_averages_over_what_a_query_leaves_open() -> None:
     with pytest.raises(ProfileError, match="differ in columns: 5000, 7000: choose one"):
         lookup(grid, "gemm", {"tokens": 64})
     assert lookup(grid, "gemm", {"tokens": 64, "columns": 7000}) == pytest.approx(7e-6)
+
+
+def test_a_shapes_rate_and_idle_share() -> None:
+    """1 ms for 2 x 1,024 x 4,096 x 4,096 operations; 8 x 16 = 128 tiles on 108 SMs: two waves, 88 of 216 slots idle."""
+    rows = [fit.Gemm(1024, 4096, 4096, 1e-3), fit.Gemm(100, 4096, 4096, 5e-3)]  # the second is no long prompt
+    rate, idle = gemm_shapes.plateau(rows, GPU)
+    assert rate == pytest.approx(2 * 1024 * 4096 * 4096 / 1e-3)
+    assert idle == pytest.approx(88 / 216)

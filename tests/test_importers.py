@@ -188,11 +188,50 @@ def test_what_no_gpu_measures_is_refused_with_its_row(tmp_path: Path, rows: list
     ({"op": "all_reduce", "num_gpus": 2}, "message_bytes is missing"),
     ({"op": "norm", "bytes": None}, "bytes is missing"),
     ({"heads": -1}, "heads = -1: must be 0 or more"),
+    ({"kind": "banana"}, "kind = 'banana': must be solo, corun, control, anchor"),
+    ({"source": "guessed"}, "source = 'guessed': must be measured, simulated"),
+    ({"op": "gemv"}, r"op = 'gemv': must be gemm_\*, \*_layer, gemm, prefill_attention"),
+    ({"sms": 0}, "sms = 0: must be 1 to 128"),
+    ({"sms": 129}, "sms = 129: must be 1 to 128"),
+    ({"device_sms": 64}, "device_sms = 64: rtx4090 has 128"),
+    ({"tokens": 101}, r"5.03316e\+09 flops, but 101 x 6144 x 4096 are 5.0835e\+09: one is wrong"),
 ])
 def test_a_row_without_its_counts_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     rows = dense(tmp_path, qkv(70, 80))
     with pytest.raises(ProfileError, match=message):
         check_samples([{**rows[0], **change}, rows[1]])
+
+
+def test_one_measurement_under_two_ids_is_refused_with_both_rows(tmp_path: Path) -> None:
+    """Equal in all that was measured: whatever the id says, and whether or not the times are the same."""
+    rows = dense(tmp_path, [*qkv(70, 80, 110), ("layernorm", 64, 3.0), ("final_layernorm", 64, 3.1)])
+    check_samples(rows)  # a layer's norm and the last one have one shape and are two kernels
+    for us in (80, 82):
+        again = {**rows[1], "id": "mine", "order": 9, "median_s": us * 1e-6}
+        with pytest.raises(ProfileError, match=rf"row 9 \(gemm_qkv\) measures what row 1 does \(80 and {us} us\) under another "
+                                               "id, 'mine': leave one out, or number it '.*repeat 2'"):
+            check_samples([*rows, again])
+    norm = {**rows[3], "id": rows[3]["id"].replace("|layernorm", "|mine|layernorm"), "order": 9}
+    with pytest.raises(ProfileError, match=r"row 9 \(norm\) measures what row 3 does"):
+        check_samples([*rows, norm])
+    other = {**rows[1], "id": "mine", "order": None, "sms": 64}  # elsewhere: another measurement
+    check_samples([*rows, other])
+    with pytest.raises(ProfileError, match=r"row mine \(gemm_qkv\): tokens is missing"):
+        check_samples([*rows, {**other, "tokens": None}])
+
+
+def test_numbered_repeats_pass_if_not_too_far_apart(tmp_path: Path) -> None:
+    rows = dense(tmp_path, qkv(70, 80, 110))
+    again = {**rows[1], "id": rows[1]["id"] + "|repeat 2", "order": 9, "median_s": 90e-6}
+    check_samples([*rows, again])
+    with pytest.raises(ProfileError, match=r"row 9 \(gemm_qkv\) repeats row 1: 80 and 330 us are further apart"):
+        check_samples([*rows, {**again, "median_s": 330e-6}])
+
+
+def test_a_time_that_no_kernel_takes_is_refused(tmp_path: Path) -> None:
+    """Elementwise kernels of a few bytes beat no data sheet; all of them a thousand times too fast do not differ either."""
+    with pytest.raises(ProfileError, match=r"row 0 \(norm\): 3e-09 s: no kernel takes less than 2e-07 s: another unit"):
+        check_samples(dense(tmp_path, [("layernorm", i, 0.003) for i in (1, 2, 3, 4)]))
 
 
 def test_boost_clocks_a_little_above_the_data_sheet_are_no_error(tmp_path: Path) -> None:

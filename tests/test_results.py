@@ -1,6 +1,7 @@
 """Rows go in, the same rows come out: whole, stopped, killed; nothing overwritten, equal runs equal to the byte."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,31 @@ def test_a_full_disk_is_not_kept_full_by_half_a_file(tmp_path: Path, monkeypatch
     with pytest.raises(ResultsError, match="No space left"):
         results.write_text(tmp_path / "a.json", "{}  ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_while_rows_are_saved_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         number: signal.Signals) -> None:
+    plain, before = results.write_parquet, signal.getsignal(number)
+
+    def impatient(*args: Any) -> None:
+        signal.raise_signal(number)
+        plain(*args)
+
+    monkeypatch.setattr(results, "write_parquet", impatient)
+
+    def stopped() -> None:
+        with RunWriter(tmp_path / "run") as writer:
+            writer.resolved(RunConfig(), 3)
+            writer.step(step(0))
+            writer.request(request(0))
+            raise KeyboardInterrupt("the first")
+
+    with pytest.raises(KeyboardInterrupt, match="the first"):
+        stopped()
+    assert signal.getsignal(number) is before
+    run = load_run(tmp_path / "run")
+    assert (len(run.steps), len(run.requests), run.summary["unfinished"]) == (1, 1, 2)
 
 
 def test_requests_without_a_row_are_unfinished(tmp_path: Path) -> None:

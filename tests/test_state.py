@@ -35,7 +35,7 @@ def test_splits_by_hand() -> None:
 def test_a_prompt_through_the_lanes() -> None:
     s = state()
     s.arrive(Request(0, 0.0, 17, 1.0))
-    assert s.queue.known_tokens.tolist() == [17]
+    assert s.queue.known_tokens == [17]
     s.begin_prefill(PrefillStep(108, 20, (0,)), 1.0)
     assert s.kv.used_blocks == 2  # 17 tokens
     assert s.finish_prefill(2.0) == ()
@@ -100,7 +100,7 @@ def test_a_prefilled_request_preempted_before_its_first_decode_gives_back_what_i
     s.begin_decode(DecodeStep(108, preempt=(0,)), 1.0)
     assert s.kv.used_blocks == 1
     s.check()
-    assert s.queue.known_tokens.tolist() == [prompt + 1]
+    assert s.queue.known_tokens == [prompt + 1]
 
 
 def test_chunks_and_decodes_in_one_batch() -> None:

@@ -114,7 +114,7 @@ class World:
         s.check()
         assert s.kv.free_blocks == self.free
         assert [r.id for r in s.queue] == [m.id for m in self.queue]
-        assert s.queue.known_tokens.tolist() == [m.known for m in self.queue]
+        assert s.queue.known_tokens == [m.known for m in self.queue]
         assert [r.id for r in s.ready] == [m.id for m in self.ready]
         assert list(s.decode.requests) == [m.id for m in running]
         assert [r.id for r in s.chunked] == [m.id for m in self.chunked]

@@ -98,6 +98,17 @@ def test_outside_the_tables_is_refused_with_the_range():
                  lambda: d.hybrid_work([(30, 0)], 3, 60, logits_seqs=4), lambda: d.decode_work(9, 9 * 20)):
         with pytest.raises(ProfileError, match="outside what was measured"):
             call()
+    with pytest.raises(ProfileError, match=r"up to 64 after 100, and 4 decodes \(1 beside a prefill\) of 32\)"):
+        d.hybrid_work([(30, 0)], 3, 60, logits_seqs=4)
+
+
+def test_a_hole_is_refused_with_what_was_measured_there():
+    """Four decodes were measured at 16 keys only, one at 32 too."""
+    rows = [r for r in small_rows() if r["kernel"] != "attention" or r["decode_sequences"] < 4 or r["kv_decode_tokens"] == 16]
+    d = TableDevice(TINY, GPUS["rtx4090"], tables_from_rows(rows, "by hand", "by hand"))
+    assert d.decode_work(3, 3 * 17).seconds > 0
+    with pytest.raises(ProfileError, match=r"4 decodes \(1 beside a prefill\) of 32; 4 decodes of 16 at most"):
+        d.decode_work(3, 3 * 25)
 
 
 def test_the_lower_rim_is_clamped_and_counted():
@@ -170,7 +181,7 @@ def test_table_mode_serves_one_lane_policies_and_refuses_the_rest():
         with pytest.raises(ConfigError, match="one-lane policy"):
             worlds.run(policy, rows, device=load_device(DeviceConfig(gpu="rtx4090", timing="table")), device__gpu="rtx4090",
                        device__timing="table")
-    with pytest.raises(ConfigError, match=r"no measured tables of .* on a100-80gb"):
-        load_device(DeviceConfig(timing="table"))
+    with pytest.raises(ConfigError, match=r"no measured tables of .* on h200 .* a100-80gb with llama-3.1-8b, h100 with"):
+        load_device(DeviceConfig(gpu="h200", timing="table"))
     with pytest.raises(ConfigError, match="tensor_parallel = 2"):
         load_device(DeviceConfig(gpu="rtx4090", timing="table", tensor_parallel=2))

@@ -16,6 +16,9 @@ from bullet import validate
 from bullet.cli import sim
 from bullet.device import PROFILES
 from bullet.errors import ConfigError, ProfileError
+from bullet.state import Chunk, HybridStep
+from bullet.table_device import TableDevice
+from experiments import rtx4090_causes
 
 SHIPPED = PROFILES / "rtx4090" / "llama-3.1-8b"
 
@@ -49,8 +52,29 @@ def test_a_replay_is_whole_and_repeatable(recorded: validate.Recorded, replays: 
     assert one.series["running"].max() <= 256
     assert one.series["waiting"][-1] == 0
     assert "below the first point" not in one.device_source  # no query outside the tables, not even at their rim
-    assert one.preemptions > 0
+    assert one.preemptions == one.preempted.sum() > 0
     assert one.recomputed_tokens > 0
+    assert len(one.step_ends_s) == one.steps
+    assert set(one.first_s) | set(one.last_s) <= set(one.step_ends_s)  # tokens come when steps end
+
+
+def test_a_replay_shows_its_steps_and_takes_another_device(recorded: validate.Recorded) -> None:
+    """The causes' device: nothing changes without its constants; a longer context costs what was said, in a decode batch only."""
+    steps: list[HybridStep] = []
+    made = rtx4090_causes.device(recorded)
+    one = validate.replay(recorded, device=made, watch=steps.append)
+    assert len(steps) == one.steps
+    assert np.array_equal(one.last_s, validate.replay(recorded).last_s)
+    made.per_token_s = 1e-9
+    for pieces, expected_s in (((), 32 * 1e-9 * 500), (((64, 0),), 0.0)):  # contexts 100 and 1,100: 500 beyond the mean
+        chunks = (*(Chunk(9, *piece) for piece in pieces), Chunk(0, 1, 100), Chunk(1, 1, 1100))
+        made.look(HybridStep(128, chunks, False))
+        work = made.hybrid_work(pieces, 2, 1202, logits_seqs=2)
+        plain = TableDevice.hybrid_work(made, pieces, 2, 1202, logits_seqs=2)
+        assert work.seconds - plain.seconds == pytest.approx(expected_s, abs=1e-12)
+    made.look(HybridStep(128, (Chunk(0, 1, 600), Chunk(1, 1, 600)), False))
+    even = made.hybrid_work((), 2, 1202, logits_seqs=2)
+    assert even.seconds == TableDevice.hybrid_work(made, (), 2, 1202, logits_seqs=2).seconds
 
 
 def test_jitters_move_arrivals_by_20_ms_at_most(recorded: validate.Recorded) -> None:

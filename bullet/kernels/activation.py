@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from bullet.kernels.launch import Compiled, require, require_tensors
+from bullet.kernels.launch import Compiled, require, require_one_device, require_sms, require_tensors
 
 PROGRAMS_PER_SM = 8
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def silu_mul_kernel(gate_up_ptr, out_ptr, num_rows, width, in_stride, out_stride, BLOCK: tl.constexpr):
     columns_of_row = tl.cdiv(width, BLOCK)
     lanes = tl.arange(0, BLOCK)
@@ -39,10 +39,12 @@ def check(gate_up: torch.Tensor) -> None:
 def silu_mul(gate_up: torch.Tensor, *, num_sms: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """``(rows, 2 x width)`` -> ``(rows, width)``."""
     check(gate_up)
+    require_sms("silu_mul", num_sms)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     require(out.shape == (rows, width) and out.dtype == gate_up.dtype and out.stride(-1) == 1,
             f"silu_mul: out {tuple(out.shape)} must be {(rows, width)}")
+    require_one_device("silu_mul", gate_up=gate_up, out=out)
     if rows:
         items = rows * -(-width // BLOCK)
         silu_mul_kernel[(min(items, num_sms * PROGRAMS_PER_SM),)](gate_up, out, rows, width, gate_up.stride(0), out.stride(0),

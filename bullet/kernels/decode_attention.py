@@ -35,7 +35,9 @@ from bullet.kernels.launch import (
     power_of_two,
     require,
     require_indices,
+    require_one_device,
     require_paged,
+    require_sms,
 )
 
 BLOCK_TOKENS_READ = 64
@@ -44,12 +46,14 @@ PROGRAMS_PER_SM = 3
 """As many as fit by registers (168 of 128 threads, head size 128); each has two tiles of K or V under way."""
 ITEMS_PER_PROGRAM = 4
 """Items that the plan aims at, for each program of the grid: enough that unequal ones even out."""
+WIDE_TOKENS_READ = 32
+"""The same for float32 with a head size beyond 128: 64 would not fit into an sm_89's shared memory."""
 MIN_SPLIT_TOKENS = 128
 MIN_ROWS = 16
 """Least rows of ``tl.dot``."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "table_stride"])
 def decode_attention_kernel(q_ptr, k_ptr, v_ptr, tables_ptr, lengths_ptr, starts_ptr, split_tokens_ptr, partial_ptr,
                             lse_ptr, scale_log2, batch, num_kv_heads, q_stride_seq, q_stride_head, cache_stride_block,
                             cache_stride_head, cache_stride_token, table_stride,
@@ -107,7 +111,7 @@ def decode_attention_kernel(q_ptr, k_ptr, v_ptr, tables_ptr, lengths_ptr, starts
         tl.store(lse_ptr + row, top + tl.log2(total), mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def join_splits_kernel(partial_ptr, lse_ptr, starts_ptr, out_ptr, batch, num_heads, out_stride_seq, out_stride_head,
                        HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """Each (sequence, head): the mean of its splits, weighted by the exponentials of their log-sum-exps."""
@@ -118,7 +122,7 @@ def join_splits_kernel(partial_ptr, lse_ptr, starts_ptr, out_ptr, batch, num_hea
         head = item % num_heads
         first = tl.load(starts_ptr + seq)
         last = tl.load(starts_ptr + seq + 1)
-        top = -1e30  # finite: an empty sequence has no split, and inf - inf is no number
+        top = float("-inf")  # below any score; an empty sequence has no split and never gets to inf - inf
         total = 0.0
         acc = tl.zeros((DIM,), tl.float32)
         for split in range(first, last):
@@ -134,6 +138,11 @@ def join_splits_kernel(partial_ptr, lse_ptr, starts_ptr, out_ptr, batch, num_hea
         value = acc / tl.where(total > 0.0, total, 1.0)
         tl.store(out_ptr + tl.cast(seq, tl.int64) * out_stride_seq + head * out_stride_head + dims,
                  value.to(out_ptr.dtype.element_ty), mask=dim_mask)
+
+
+def tile_tokens(dtype: torch.dtype, head_dim: int) -> int:
+    """Keys of a tile."""
+    return WIDE_TOKENS_READ if dtype == torch.float32 and head_dim > 128 else BLOCK_TOKENS_READ
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ def plan(lengths: torch.Tensor, num_kv_heads: int, num_sms: int) -> Plan:
     With a cut of at least total / aim, the sum of ceil(length / cut) is at most aim + B.
     """
     require(lengths.dtype == torch.int32 and lengths.dim() == 1, "decode plan: lengths must be a row of int32")
-    require(num_sms > 0, f"decode plan: num_sms = {num_sms} must be positive")
+    require_sms("decode plan", num_sms)
     programs = num_sms * PROGRAMS_PER_SM
     aim = max(1, -(-programs * ITEMS_PER_PROGRAM // num_kv_heads))
     per_split = (lengths.sum(dtype=torch.int64) + aim - 1) // aim
@@ -187,6 +196,7 @@ def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_t
     require(q.dim() == 3 and k_cache.dim() == 4, f"{name}: q must be (B, H, D), caches (blocks, K, block_tokens, D)")
     require_paged(name, q, k_cache, v_cache)
     require_indices(name, block_tables=block_tables, lengths=lengths)
+    require_one_device(name, q=q, block_tables=block_tables, lengths=lengths)
     require(block_tables.dim() == 2 and len(block_tables) == len(q) == len(lengths),
             f"{name}: {len(q)} queries, {len(block_tables)} block tables, {len(lengths)} lengths")
 
@@ -196,6 +206,7 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
                      workspace: Workspace | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Attend each query to its sequence's ``lengths`` cached tokens; ``scale`` defaults to 1 / sqrt(D)."""
     check(q, k_cache, v_cache, block_tables, lengths)
+    require_sms("decode_attention", num_sms)
     batch, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -206,7 +217,10 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     plan_ = plan(lengths, kv_heads, num_sms) if plan_ is None else plan_
     require(len(plan_.split_starts) == batch + 1, f"decode_attention: the plan is for {len(plan_.split_starts) - 1} "
                                                   f"sequences, the batch has {batch}")
+    require(plan_.programs == num_sms * PROGRAMS_PER_SM, f"decode_attention: the plan has {plan_.programs} programs, "
+            f"{num_sms} SMs take {num_sms * PROGRAMS_PER_SM}")
     workspace = Workspace.make(plan_.max_splits, heads, head_dim, q.device) if workspace is None else workspace
+    require_one_device("decode_attention", q=q, out=out, plan=plan_.split_starts, workspace=workspace.lse)
     require(len(workspace.lse) >= plan_.max_splits and workspace.partial.shape[1:] == (heads, head_dim),
             f"decode_attention: workspace {tuple(workspace.partial.shape)} must hold {plan_.max_splits} splits of "
             f"{heads} x {head_dim}")
@@ -217,7 +231,7 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         q, k_cache, v_cache, block_tables, lengths, plan_.split_starts, plan_.split_tokens, workspace.partial,
         workspace.lse, scale * math.log2(math.e), batch, kv_heads, q.stride(0), q.stride(1), *k_cache.stride()[:3],
         block_tables.stride(0), BATCH=power_of_two(batch), GROUP=group, ROWS=max(MIN_ROWS, power_of_two(group)),
-        HEAD_DIM=head_dim, DIM=dim, PAGE=k_cache.shape[2], TILE=BLOCK_TOKENS_READ, WIDE=dot_in_fp32(q.dtype),
+        HEAD_DIM=head_dim, DIM=dim, PAGE=k_cache.shape[2], TILE=tile_tokens(q.dtype, head_dim), WIDE=dot_in_fp32(q.dtype),
         num_warps=4, num_stages=3)
     join_splits_kernel[(min(plan_.programs * 4, batch * heads),)](
         workspace.partial, workspace.lse, plan_.split_starts, out, batch, heads, out.stride(0), out.stride(1),
@@ -250,23 +264,27 @@ def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: 
     return out
 
 
-def _compiled(dtype: str, group: int, head_dim: int) -> dict[str, Compiled]:
+def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int, batch: int = 64) -> dict[str, Compiled]:
     attention = Compiled(
         decode_attention_kernel,
         {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "tables_ptr": "*i32", "lengths_ptr": "*i32",
          "starts_ptr": "*i32", "split_tokens_ptr": "*i32", "partial_ptr": "*fp32", "lse_ptr": "*fp32",
          "scale_log2": "fp32", "batch": "i32", "num_kv_heads": "i32", "q_stride_seq": "i32", "q_stride_head": "i32",
          "cache_stride_block": "i32", "cache_stride_head": "i32", "cache_stride_token": "i32", "table_stride": "i32"},
-        {"BATCH": 64, "GROUP": group, "ROWS": max(MIN_ROWS, power_of_two(group)), "HEAD_DIM": head_dim,
-         "DIM": power_of_two(head_dim), "PAGE": 16, "TILE": BLOCK_TOKENS_READ, "WIDE": False},
+        {"BATCH": batch, "GROUP": group, "ROWS": max(MIN_ROWS, power_of_two(group)), "HEAD_DIM": head_dim,
+         "DIM": power_of_two(head_dim), "PAGE": 16, "TILE": tile_tokens(torch_dtype, head_dim), "WIDE": False},
         aligned=("q_stride_seq", "q_stride_head", "cache_stride_block", "cache_stride_head", "cache_stride_token"))
     join = Compiled(
         join_splits_kernel,
         {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "starts_ptr": "*i32", "out_ptr": f"*{dtype}", "batch": "i32",
          "num_heads": "i32", "out_stride_seq": "i32", "out_stride_head": "i32"},
         {"HEAD_DIM": head_dim, "DIM": power_of_two(head_dim)}, num_warps=1)
-    name = f"{dtype}_g{group}_d{head_dim}"
-    return {f"decode_attention_{name}": attention, f"join_splits_{name}": join}
+    return {f"decode_attention_{dtype}_g{group}_d{head_dim}_batch_{batch}": attention,
+            f"join_splits_{dtype}_d{head_dim}": join}
 
 
-COMPILED: dict[str, Compiled] = {**_compiled("bf16", 4, 128), **_compiled("fp16", 8, 128), **_compiled("fp32", 1, 80)}
+COMPILED: dict[str, Compiled] = {
+    **_compiled("bf16", torch.bfloat16, 4, 128), **_compiled("bf16", torch.bfloat16, 8, 128, 1),
+    **_compiled("bf16", torch.bfloat16, 7, 64, 256), **_compiled("bf16", torch.bfloat16, 16, 256),
+    **_compiled("fp16", torch.float16, 8, 128), **_compiled("fp32", torch.float32, 1, 80),
+    **_compiled("fp32", torch.float32, 1, 256)}

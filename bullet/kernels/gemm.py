@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bullet.kernels.launch import Compiled, dot_in_fp32, power_of_two, require, require_tensors
+from bullet.kernels.launch import Compiled, dot_in_fp32, power_of_two, require, require_one_device, require_sms, require_tensors
 
 PROGRAMS_PER_SM = 1
 GROUP_ROWS = 8
@@ -22,7 +22,7 @@ TILE = (128, 128, 64)
 MIN_TILE_ROWS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gemm_kernel(x_ptr, weight_ptr, out_ptr, rows, columns, depth, x_stride, weight_stride, out_stride,
                 TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr, GROUP: tl.constexpr,
                 WIDE: tl.constexpr):
@@ -67,11 +67,12 @@ def check(x: torch.Tensor, weight: torch.Tensor) -> None:
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, num_sms: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T``, accumulated in float32, ``(rows, columns)``."""
     check(x, weight)
-    require(num_sms > 0, f"gemm: num_sms = {num_sms} must be positive")
+    require_sms("gemm", num_sms)
     (rows, depth), columns = x.shape, weight.shape[0]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if out is None else out
     require(out.shape == (rows, columns) and out.dtype == x.dtype and out.stride(-1) == 1,
             f"gemm: out {tuple(out.shape)} must be {(rows, columns)}")
+    require_one_device("gemm", x=x, out=out)
     if rows and columns:
         tall, wide, deep = tile_sizes(x.dtype, rows)
         tiles = -(-rows // tall) * -(-columns // wide)

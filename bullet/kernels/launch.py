@@ -3,6 +3,10 @@
 A kernel file holds the kernel, a wrapper that checks and launches, and a torch reference with the wrapper's signature.
 ``num_sms`` bounds a grid: the SMs of the lane that the kernel is launched on, never the device's, since Triton and
 ``multi_processor_count`` know only the whole device.
+
+Triton compiles a kernel anew where an integer is 1, or a number or address a multiple of 16. What changes from batch to
+batch (rows, tiles, the width of block tables, views into one tensor) is left out of that by ``do_not_specialize``: a
+compile in mid-service would be seconds of somebody's TTFT.
 """
 
 from __future__ import annotations
@@ -28,9 +32,22 @@ def require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_sms(kernel: str, num_sms: int) -> None:
+    """A grid of 0 programs is launched without an error and computes nothing: it must not come to that."""
+    require(num_sms > 0, f"{kernel}: num_sms = {num_sms} must be positive")
+
+
+def require_one_device(kernel: str, **tensors: torch.Tensor) -> None:
+    """All on the first one's device: a kernel follows an address wherever it points."""
+    first, *others = tensors.items()
+    for name, tensor in others:
+        require(tensor.device == first[1].device, f"{kernel}: {name} is on {tensor.device}, {first[0]} on {first[1].device}")
+
+
 def require_tensors(kernel: str, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
-    """All of one floating dtype, with unit stride along the last axis."""
+    """All of one floating dtype, on one device, with unit stride along the last axis."""
     require(dtype in FLOATS, f"{kernel}: dtype {dtype}: must be float32, float16 or bfloat16")
+    require_one_device(kernel, **tensors)
     for name, tensor in tensors.items():
         require(tensor.dtype == dtype, f"{kernel}: {name} is {tensor.dtype}, must be {dtype} as the others")
         require(tensor.stride(-1) == 1, f"{kernel}: {name} has stride {tensor.stride(-1)} along its last axis, must be 1")
@@ -70,7 +87,7 @@ def power_of_two(value: int) -> int:
 class Compiled:
     """One specialisation to compile without a GPU: argument types by name, compile-time constants, options.
 
-    Pointers are declared divisible by 16, as torch's allocations are.
+    Pointers are declared divisible by 16, as torch's allocations are, but for those that the kernel leaves open.
     """
 
     kernel: Any
@@ -90,8 +107,9 @@ def compile_for(entry: Compiled, capability: int) -> Any:
     signature = {**entry.signature, **dict.fromkeys(entry.constants, "constexpr")}
     order = list(entry.kernel.arg_names)
     signature = {name: signature[name] for name in order}
+    left_open = {p.name for p in entry.kernel.params if p.do_not_specialize}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(order)
-                  if signature[name].startswith("*") or name in entry.aligned}
+                  if (signature[name].startswith("*") or name in entry.aligned) and name not in left_open}
     source = ASTSource(fn=entry.kernel, signature=signature, constexprs=dict(entry.constants), attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
                           options={"num_warps": entry.num_warps, "num_stages": entry.num_stages})

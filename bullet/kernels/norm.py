@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from bullet.kernels.launch import Compiled, power_of_two, require, require_tensors
+from bullet.kernels.launch import Compiled, power_of_two, require, require_one_device, require_sms, require_tensors
 
 PROGRAMS_PER_SM = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, num_rows, width, x_stride, residual_stride, out_stride,
                     BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     columns = tl.arange(0, BLOCK)
@@ -41,7 +41,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) 
                                                           f"{tuple(weight.shape)} (width,)")
     require_tensors("rms_norm", x.dtype, x=x, weight=weight)
     if residual is not None:
-        require_tensors("rms_norm", x.dtype, residual=residual)
+        require_tensors("rms_norm", x.dtype, x=x, residual=residual)
         require(residual.shape == x.shape, f"rms_norm: residual {tuple(residual.shape)} must be as x {tuple(x.shape)}")
 
 
@@ -49,8 +49,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, num_sms: int,
              out: torch.Tensor | None = None) -> torch.Tensor:
     """Normalise ``x``, or ``residual + x`` where a residual is given, which is then updated in place."""
     check(x, weight, residual)
+    require_sms("rms_norm", num_sms)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     require(out.shape == x.shape and out.dtype == x.dtype and out.stride(-1) == 1, "rms_norm: out must be as x")
+    require_one_device("rms_norm", x=x, out=out)
     rows, width = x.shape
     if not rows:
         return out

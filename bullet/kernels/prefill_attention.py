@@ -32,10 +32,14 @@ from bullet.kernels.launch import (
     power_of_two,
     require,
     require_indices,
+    require_one_device,
     require_paged,
+    require_sms,
 )
 
 PROGRAMS_PER_SM = 2
+"""By registers (255 of 128 threads at 64 rows and head size 128) two fit; of 128 rows one does, and the second begins where the
+first ends."""
 SMALL_TILE = (32, 32)
 """Rows and keys of a tile for float32: its products take four times the shared memory and time."""
 TILE = (128, 64)
@@ -74,7 +78,7 @@ def _attend(acc, top, total, q, k_ptr, v_ptr, table, head_offset, begin, end, la
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "table_stride", "tile_seq_ptr", "tile_row_ptr"])
 def prefill_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, tables_ptr, starts_ptr, lengths_ptr, tile_seq_ptr,
                              tile_row_ptr, scale_log2, num_tiles, num_heads, q_stride_row, q_stride_head,
                              out_stride_row, out_stride_head, cache_stride_block, cache_stride_head,
@@ -132,7 +136,7 @@ def tile_sizes(dtype: torch.dtype, head_dim: int, longest: int) -> tuple[int, in
     """Rows and keys of a tile; few rows take a small one."""
     rows, keys = SMALL_TILE if dtype == torch.float32 else TILE
     if head_dim > 128:
-        rows, keys = min(rows, 64), min(keys, 32)
+        rows, keys = rows // 2, keys // 2  # or float32 would not fit into an sm_89's shared memory
     return max(MIN_TILE_ROWS, min(rows, power_of_two(longest))), keys
 
 
@@ -153,6 +157,7 @@ def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_t
     require(q.dim() == 3 and k_cache.dim() == 4, f"{name}: q must be (rows, H, D), caches (blocks, K, block_tokens, D)")
     require_paged(name, q, k_cache, v_cache)
     require_indices(name, block_tables=block_tables, starts=starts, lengths=lengths)
+    require_one_device(name, q=q, block_tables=block_tables, starts=starts, lengths=lengths)
     require(block_tables.dim() == 2 and len(block_tables) == len(lengths) == len(starts) - 1,
             f"{name}: {len(block_tables)} block tables, {len(lengths)} lengths, {len(starts)} starts (one more)")
 
@@ -162,11 +167,16 @@ def prefill_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
                       scale: float | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Attend each row to its chunk's cached tokens up to itself; ``plan_`` from :func:`plan` for the same chunks."""
     check(q, k_cache, v_cache, block_tables, starts, lengths)
-    require(num_sms > 0, f"prefill_attention: num_sms = {num_sms} must be positive")
+    require_sms("prefill_attention", num_sms)
     heads, head_dim = q.shape[1:]
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     require(out.shape == q.shape and out.dtype == q.dtype and out.stride(-1) == 1,
             f"prefill_attention: out {tuple(out.shape)} {out.dtype} must be as q {tuple(q.shape)} {q.dtype}")
+    require_one_device("prefill_attention", q=q, out=out, plan=plan_.tile_seq)
+    tallest = tile_sizes(q.dtype, head_dim, TILE[0])[0]
+    require(plan_.tile_rows == power_of_two(plan_.tile_rows) and MIN_TILE_ROWS <= plan_.tile_rows <= tallest,
+            f"prefill_attention: plan of {plan_.tile_rows} rows a tile: {q.dtype} with head size {head_dim} takes a power of "
+            f"two, {MIN_TILE_ROWS} to {tallest}")
     tiles = len(plan_.tile_seq)
     if not tiles:
         return out
@@ -205,18 +215,22 @@ def prefill_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache:
     return out
 
 
-def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int) -> dict[str, Compiled]:
-    rows, keys = tile_sizes(torch_dtype, head_dim, 4096)
+def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int, longest: int = 4096) -> dict[str, Compiled]:
+    rows, keys = tile_sizes(torch_dtype, head_dim, longest)
     pointers = {f"{n}_ptr": f"*{dtype}" for n in ("q", "k", "v", "out")}
     indices = {f"{n}_ptr": "*i32" for n in ("tables", "starts", "lengths", "tile_seq", "tile_row")}
     strides = ("q_stride_row", "q_stride_head", "out_stride_row", "out_stride_head", "cache_stride_block",
                "cache_stride_head", "cache_stride_token")
     scalars = dict.fromkeys(("num_tiles", "num_heads", "table_stride", *strides), "i32")
-    return {f"prefill_attention_{dtype}_g{group}_d{head_dim}": Compiled(
+    return {f"prefill_attention_{dtype}_g{group}_d{head_dim}_{rows}_rows": Compiled(
         prefill_attention_kernel, {**pointers, **indices, **scalars, "scale_log2": "fp32"},
         {"GROUP": group, "HEAD_DIM": head_dim, "DIM": power_of_two(head_dim), "PAGE": 16, "TILE_ROWS": rows,
          "TILE_KEYS": keys, "WIDE": False}, num_warps=8 if rows == 128 else 4, num_stages=2, aligned=strides)}
 
 
-COMPILED: dict[str, Compiled] = {**_compiled("bf16", torch.bfloat16, 4, 128), **_compiled("fp16", torch.float16, 8, 64),
-                                 **_compiled("fp32", torch.float32, 1, 80)}
+COMPILED: dict[str, Compiled] = {
+    **{name: entry for longest in (16, 32, 64, 128)  # every height that a batch of the engine may take
+       for name, entry in _compiled("bf16", torch.bfloat16, 4, 128, longest).items()},
+    **_compiled("bf16", torch.bfloat16, 8, 64), **_compiled("bf16", torch.bfloat16, 7, 256),
+    **_compiled("fp16", torch.float16, 8, 64),
+    **_compiled("fp32", torch.float32, 1, 80), **_compiled("fp32", torch.float32, 1, 256)}

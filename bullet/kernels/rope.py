@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bullet.kernels.launch import Compiled, power_of_two, require, require_tensors
+from bullet.kernels.launch import Compiled, power_of_two, require, require_one_device, require_sms, require_tensors
 
 PROGRAMS_PER_SM = 8
 
@@ -43,7 +43,7 @@ def _rotate_heads(source, target, heads, weight_ptr, cos, sin, eps, stride, HEAD
     tl.store(to + half, (high * cos + low * sin).to(kind), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "positions_ptr", "slots_ptr"])
 def rope_kernel(qkv_ptr, q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, eps,
                 num_rows, num_heads, num_kv_heads, qkv_stride, cache_stride_block, cache_stride_head, cache_stride_token,
                 Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
@@ -92,10 +92,11 @@ def check(qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: 
     for label, index in (("positions", positions), ("slots", slots)):
         require(index.dtype == torch.int64 and index.is_contiguous() and index.shape == qkv.shape[:1],
                 f"{name}: {label} must be {qkv.shape[0]} contiguous int64")
+    require_one_device(name, qkv=qkv, cos=cos, sin=sin, positions=positions, slots=slots)
     require((q_weight is None) == (k_weight is None), f"{name}: q_weight and k_weight come together")
     for weight in (q_weight, k_weight):
         if weight is not None:
-            require_tensors(name, qkv.dtype, weight=weight)
+            require_tensors(name, qkv.dtype, qkv=qkv, weight=weight)
             require(weight.shape == (head_dim,), f"{name}: norm weight {tuple(weight.shape)} must be ({head_dim},)")
     return heads
 
@@ -105,11 +106,13 @@ def rope(qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: t
          k_weight: torch.Tensor | None = None, eps: float = 1e-6, q_out: torch.Tensor | None = None) -> torch.Tensor:
     """Write the rows' keys and values into the caches; returns the rotated queries ``(rows, H, D)``."""
     heads = check(qkv, k_cache, v_cache, cos, sin, positions, slots, q_weight, k_weight)
+    require_sms("rope", num_sms)
     kv_heads, page, head_dim = k_cache.shape[1:]
     rows = qkv.shape[0]
     q_out = torch.empty(rows, heads, head_dim, dtype=qkv.dtype, device=qkv.device) if q_out is None else q_out
     require(q_out.shape == (rows, heads, head_dim) and q_out.is_contiguous() and q_out.dtype == qkv.dtype,
             f"rope: q_out must be contiguous {(rows, heads, head_dim)}")
+    require_one_device("rope", qkv=qkv, q_out=q_out)
     if rows:
         norm = q_weight is not None
         rope_kernel[(min(rows, num_sms * PROGRAMS_PER_SM),)](

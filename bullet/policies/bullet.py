@@ -40,6 +40,7 @@ from bullet.state import (
     DECODE,
     PREFILL,
     Decision,
+    DecodeBatch,
     DecodeStep,
     Partition,
     PrefillBatch,
@@ -72,16 +73,6 @@ DELAYED = "delayed-decode"
 HAND_OVER = "hand-over"
 SHARING = frozenset({DELAYED, HAND_OVER})
 DELAYABLE = frozenset({REDUCE_DECODE, SHARED})
-
-
-def order_statistic(slacks: NDArray[np.float64]) -> float:
-    """The slack whose sign says whether P90 (nearest rank) is inside its SLO; infinity for none. Reorders its argument."""
-    n = len(slacks)
-    if n == 0:
-        return math.inf
-    index = n // 10  # n - ceil(0.9 n)
-    slacks.partition(index)
-    return float(slacks[index])
 
 
 def p90(values: NDArray[np.float64]) -> float:
@@ -140,13 +131,14 @@ class Bullet:
         self._delay_until_s: float | None = None  # end of the delay that decode is in
         self._ranked: _Ranked | None = None  # Q as last sorted
         # Kept for speed: the same values would be computed anew.
-        self._limit_key: tuple[int, int, int, int] | int | None = None
-        self._due_s = math.inf
+        self._dues: list[float] = []  # of the decode batch, ascending: see _limit
+        self._dues_version = 0
         self._forecast: _DecodeForecast | None = None
         self.most_tokens = context.model.context_tokens
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
-        self._table = np.empty((256, self.full + 1))  # a row for each prompt length: uncorrected seconds over splits
-        self._seconds: list[list[float]] = []  # the same as plain lists
+        # Uncorrected seconds of a prompt alone: on a split, by its length; and over all splits, in a row for each length.
+        self._lone_s: list[dict[int, float]] = [{} for _ in range(self.full + 1)]
+        self._table = np.empty((256, self.full + 1))
         self._row_of: dict[int, int] = {}  # prompt length -> row
 
     # ---- the two lanes ---------------------------------------------------------------------------
@@ -399,15 +391,34 @@ class Bullet:
         """
         running, ready, slo = state.decode, state.ready, self.tpot_slo_s
         flight = state.in_flight.get(DECODE)
-        ahead_s = 0.0 if flight is None else flight.remaining_s(now_s)
-        iteration = running.iteration + (0 if flight is None else 1)
-        key = (running.version, len(ready), ready[-1].id, iteration) if ready else running.version
-        if key != self._limit_key:
-            due_s = running.first_token_s + slo * running.generated_offset  # and one SLO more each iteration
-            if ready:
-                due_s = np.concatenate((due_s, [_first_token_s(r) + slo * (r.generated - iteration) for r in ready]))
-            self._limit_key, self._due_s = key, order_statistic(due_s)
-        return self._due_s + slo * iteration - now_s - ahead_s
+        iteration, ahead_s = running.iteration, 0.0
+        if flight is not None:
+            iteration += 1
+            ahead_s = flight.remaining_s(now_s)
+        dues = self._dues if running.version == self._dues_version else self._follow(running)
+        if ready:
+            dues = sorted([*dues, *[_first_token_s(r) + slo * (r.generated - iteration) for r in ready]])
+        due_s = dues[len(dues) // 10] if dues else math.inf  # P90's order statistic: n - ceil(0.9 n)
+        return due_s + slo * iteration - now_s - ahead_s
+
+    def _follow(self, running: DecodeBatch) -> list[float]:
+        """``first token + SLO x (generated - iteration)`` over the batch, sorted: constant while a request stays in it."""
+        dues, slo, changes = self._dues, self.tpot_slo_s, running.changes
+        behind = running.version - self._dues_version
+        if 0 < behind <= len(changes):
+            for i in range(-behind, 0):
+                first_token_s, offset, joined = changes[i]
+                due_s = first_token_s + slo * offset
+                at = bisect_left(dues, due_s)
+                if joined:
+                    dues.insert(at, due_s)
+                else:
+                    assert dues[at] == due_s, f"{due_s} is not among {dues}"
+                    del dues[at]
+        else:
+            dues = self._dues = sorted((running.first_token_s + slo * running.generated_offset).tolist())
+        self._dues_version = running.version
+        return dues
 
     # ---- the queue -------------------------------------------------------------------------------
 
@@ -421,20 +432,18 @@ class Bullet:
         if len(requests) == 1:
             (first,) = requests
             counts = None if first.first_token_s is None else [False]
-            self._ranked = _Ranked(queue.version, [0], [self._row_for(first.known_tokens)], [first.arrival_s],
+            self._ranked = _Ranked(queue.version, [0], [first.known_tokens], [first.arrival_s],
                                    [first.ttft_slo_s], counts)
             return self._ranked
         # Preempted requests stand at the front. Their first token is out, so that only TPOT is at stake: they go first.
         started = 0
         while started < len(requests) and requests[started].first_token_s is not None:
             started += 1
-        rows = [self._row_for(int(tokens)) for tokens in queue.known_tokens.tolist()]
-        arrival_s, ttft_slo_s = queue.arrival_s.tolist(), queue.ttft_slo_s.tolist()
-        order = list(range(len(rows)))
-        if len(rows) - started > 1:
+        tokens, arrival_s, ttft_slo_s = queue.known_tokens, queue.arrival_s, queue.ttft_slo_s
+        order = list(range(len(tokens)))
+        if len(tokens) - started > 1:
             correction = self.estimator.prefill_correction(index)
-            seconds = self._seconds
-            own = [seconds[row][index] * correction for row in rows]
+            own = [alone_s * correction for alone_s in self._lone(tokens, index)]
             waited = [now_s - at_s for at_s in arrival_s]
             order = self._rank(waited, own, ttft_slo_s, started)
             if self.options["repair"] and self.options["order"] == "least":
@@ -442,7 +451,7 @@ class Bullet:
                 slack = [math.inf] * started + [slo_s - waited_s - ahead_s for slo_s, waited_s
                                                 in zip(ttft_slo_s[started:], waited[started:], strict=True)]
                 order = self._repair(order, own, slack)
-        self._ranked = _Ranked(queue.version, order, [rows[i] for i in order], [arrival_s[i] for i in order],
+        self._ranked = _Ranked(queue.version, order, [tokens[i] for i in order], [arrival_s[i] for i in order],
                                [ttft_slo_s[i] for i in order], [i >= started for i in order] if started else None)
         return self._ranked
 
@@ -516,7 +525,7 @@ class Bullet:
         if kv.free_blocks > kv.blocks_for(self.most_tokens) * (1 + len(popped)) + state.decode_seqs:
             return False  # whatever the model can take, it fits
         if self._largest is None or self._largest[0] != queue.version:
-            self._largest = (queue.version, int(queue.known_tokens.max()))
+            self._largest = (queue.version, max(queue.known_tokens))
         blocks = kv.blocks_for(self._largest[1])
         if kv.free_blocks > blocks * (1 + len(popped)) + state.decode_seqs:
             return False  # whichever is the head, it fits
@@ -539,31 +548,40 @@ class Bullet:
 
     def _queue_margin(self, ranked: _Ranked, now_s: float, index: int) -> float:
         """Seconds by which P90(ttft) over Q is inside its SLO under one split, no batch being ahead of it."""
-        correction, seconds = self.estimator.prefill_correction(index), self._seconds
-        ends_s = accumulate([seconds[row][index] for row in ranked.rows])
+        correction = self.estimator.prefill_correction(index)
+        ends_s = accumulate(self._lone(ranked.tokens, index))
         slacks = [arrival_s + slo_s - end_s * correction for arrival_s, slo_s, end_s
                   in zip(ranked.arrival_s, ranked.ttft_slo_s, ends_s, strict=True)]
         if ranked.counts is not None:
             slacks = list(compress(slacks, ranked.counts))
-        # As order_statistic, for a list that is mostly short.
         return (sorted(slacks)[len(slacks) // 10] if slacks else math.inf) - now_s
 
     def _queue_ratios(self, ranked: _Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
         """TTFT / SLO of everything in Q under one split, served after ``ahead_s`` seconds."""
-        rows, arrival_s, ttft_slo_s = ranked.arrays()
+        if ranked.arrays is None:  # a search over splits follows: a long queue makes it dear
+            ranked.arrays = (np.array([self._row_for(length) for length in ranked.tokens]), np.array(ranked.arrival_s),
+                             np.array(ranked.ttft_slo_s))
+        rows, arrival_s, ttft_slo_s = ranked.arrays
         ends = np.cumsum(self._table[rows, index]) * self.estimator.prefill_correction(index)
         ratios: NDArray[np.float64] = (now_s + ahead_s + ends - arrival_s) / ttft_slo_s
         return ratios if ranked.counts is None else ratios[ranked.counts]
 
+    def _lone(self, lengths: list[int], index: int) -> list[float]:
+        """Uncorrected seconds of prompts of these lengths, each alone, on one split."""
+        known = self._lone_s[index]
+        for length in lengths:
+            if length not in known:
+                known[length] = self.estimator.prefill_base_at((length,), index)
+        return [known[length] for length in lengths]
+
     def _row_for(self, length: int) -> int:
-        """Row of ``_table`` and ``_seconds`` for a prompt length; a new one is filled in."""
+        """Row of ``_table`` for a prompt length; a new one is filled in."""
         row = self._row_of.get(length)
         if row is None:
             row = self._row_of[length] = len(self._row_of)
             if row == len(self._table):
                 self._table = np.concatenate((self._table, np.empty_like(self._table)))
-            self._table[row] = base = self.estimator.prefill_base(length)
-            self._seconds.append(base.tolist())
+            self._table[row] = self.estimator.prefill_base(length)
         return row
 
     # ---- small questions -------------------------------------------------------------------------
@@ -586,23 +604,18 @@ def _first_token_s(request: Request) -> float:
 class _Ranked:
     """Q in order of service: columns in that order. ``counts``: who has a TTFT left to miss (``None``: all)."""
 
-    __slots__ = ("_arrays", "arrival_s", "counts", "order", "rows", "ttft_slo_s", "version")
+    __slots__ = ("arrays", "arrival_s", "counts", "order", "tokens", "ttft_slo_s", "version")
 
-    def __init__(self, version: int, order: list[int], rows: list[int], arrival_s: list[float], ttft_slo_s: list[float],
+    def __init__(self, version: int, order: list[int], tokens: list[int], arrival_s: list[float], ttft_slo_s: list[float],
                  counts: list[bool] | None) -> None:
         self.version = version
         self.order = order  # positions in the queue
-        self.rows = rows
+        self.tokens = tokens
         self.arrival_s = arrival_s
         self.ttft_slo_s = ttft_slo_s
         self.counts = counts
-        self._arrays: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
-
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-        """Rows, arrivals and SLOs for a search over many splits, which a long queue makes dear."""
-        if self._arrays is None:
-            self._arrays = (np.array(self.rows), np.array(self.arrival_s), np.array(self.ttft_slo_s))
-        return self._arrays
+        #: Rows of the policy's table, arrivals and SLOs, once they are asked for.
+        self.arrays: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
 
 
 class _Forecast(Protocol):

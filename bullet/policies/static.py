@@ -7,6 +7,8 @@ a share of its own, N for Fig. 22's "decode may use all"; what both hold is shar
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext, read_options
 from bullet.policies.twolane import decode_victims, fits
@@ -30,6 +32,14 @@ OPTIONS = {
 }
 
 
+def _listed(values: list[int]) -> str:
+    """Ascending SM counts in words; a real card's table is a few uneven splits."""
+    steps = {b - a for a, b in pairwise(values)}
+    if len(steps) == 1 and len(values) > 2:
+        return f"{values[0]} to {values[-1]} in steps of {steps.pop()}"
+    return ", ".join(str(v) for v in values)
+
+
 class Static:
     """A fixed split of the SMs."""
 
@@ -39,14 +49,12 @@ class Static:
                  name: str = "static") -> None:
         options = read_options(name, context.options, OPTIONS)
         self.num_sms = n = context.splits.num_sms
-        legal = context.splits.prefill_sms.tolist()
+        legal, legal_decode = context.splits.prefill_sms.tolist()[::-1], context.splits.decode_sms.tolist()
         if prefill_sms != n and prefill_sms not in legal:
-            raise ConfigError(f"policy static-{prefill_sms}: prefill SMs must be {legal[-1]} to {legal[0]} in steps of "
-                              f"{legal[0] - legal[1] if len(legal) > 1 else legal[0]}, or {n} (with decode_sms)")
+            raise ConfigError(f"policy static-{prefill_sms}: prefill SMs must be {_listed(legal)}, or {n} (with decode_sms)")
         own = options["decode_sms"] or decode_sms or n - prefill_sms
-        if own != n and own not in legal:
-            raise ConfigError(f"policy.options.decode_sms = {own}: must be {legal[-1]} to {legal[0]} in steps of {legal[-1]}, "
-                              f"or {n}; static-{n} needs it")
+        if own != n and own not in legal_decode:
+            raise ConfigError(f"policy.options.decode_sms = {own}: must be {_listed(legal_decode)}, or {n}; static-{n} needs it")
         for option in ("layers_per_step", "max_batch_tokens"):
             if options[option] < 1:
                 raise ConfigError(f"policy.options.{option} = {options[option]}: must be 1 or more")

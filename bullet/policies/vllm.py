@@ -78,11 +78,12 @@ class Vllm:
         if any(options[name] != OPTIONS[name] for name in ("prefix_cache", *CHOICES)):
             self.paging = Paging(options["prefix_cache"], self.admission == "reserve", options["resume"] == "back",
                                  options["steps_in_flight"])
-        self._decode_all = HybridStep(self.sms)  # most steps are this one
+        self._decode_all = HybridStep(self.sms, steady=True)  # most steps are this one
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Running first, then admissions."""
-        if isinstance(state, PagedState):
+        if self.paging is not None:
+            assert isinstance(state, PagedState), "named blocks need the paged driver"
             return self._paged_step(state)
         decode, kv, queue = state.decode, state.kv, state.queue.requests
         seqs = decode.size
@@ -91,8 +92,11 @@ class Vllm:
             return self._preempting(state)
         if seqs and not queue and not state.chunked:
             return self._decode_all
-        chunks, budget = _continue(state.chunked, self.budget_tokens - seqs)
-        slots = self.max_num_seqs - seqs - len(state.chunked)
+        chunks: list[Chunk] = []
+        budget, slots = self.budget_tokens - seqs, self.max_num_seqs - seqs
+        if state.chunked:
+            chunks, budget = _continue(state.chunked, budget)
+            slots -= len(state.chunked)
         for request in queue:
             if budget == 0 or slots == 0:
                 break

@@ -54,7 +54,7 @@ INFINITY = float("inf")
 STALL = 20_000
 """Preemptions without one new token, or waits with nothing running and nothing to arrive, after which a run is stuck."""
 POLL_S = 20e-6
-"""Pause between two looks at a GPU's events: a hundredth of the shortest iteration."""
+"""Pause asked for between two looks at a GPU's events; the system's timer adds its own (some 50 us on Linux)."""
 NAP_S = 0.05
 """Longest sleep, so that Ctrl-C is heard."""
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from bullet.config import KV_BLOCK_TOKENS
@@ -37,6 +38,8 @@ Tensor = torch.Tensor
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes with a graph; a batch takes the next larger one, a larger batch than all runs eagerly."""
+WARM_UP_TOKENS = (16, 32, 64, 128)
+"""Prompts whose tiles have every height that prefill attention knows, so that each is compiled before serving."""
 CPU_LANE = Lane("cpu", 1, 1)
 """Where there is no stream and SMs mean nothing."""
 
@@ -222,12 +225,15 @@ class Engine:
         slots = blocks[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
         return torch.stack([torch.tensor(sequence.tokens[begin:end], dtype=torch.int64), positions, slots])
 
-    def _decode_row(self, sequence: Tracked) -> Tensor:
-        return self._rows(sequence, sequence.cached, sequence.cached + 1)
+    def _decode_rows(self, sequences: Sequence[Tracked]) -> Tensor:
+        """The same of one row each, the newest token's; lists first, since the lane waits while this is made."""
+        size = self.block_tokens
+        return torch.tensor([[s.tokens[s.cached] for s in sequences], [s.cached for s in sequences],
+                             [s.blocks[s.cached // size] * size + s.cached % size for s in sequences]], dtype=torch.int64)
 
     def _tables(self, sequences: Sequence[Tracked]) -> Tensor:
         width = max(1, *(len(s.blocks) for s in sequences))
-        return torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s in sequences], dtype=torch.int32)
+        return torch.from_numpy(np.array([s.blocks + [0] * (width - len(s.blocks)) for s in sequences], dtype=np.int32))
 
     # ---- prefill -----------------------------------------------------------------------------------
 
@@ -249,7 +255,8 @@ class Engine:
             new.append(count)
             past.append(done)
         decoding = [self._grown(i) for i in decode_ids]
-        rows.extend(self._decode_row(s) for s in decoding)
+        if decoding:
+            rows.append(self._decode_rows(decoding))
         for sequence in members + decoding:
             assert not sequence.busy, f"request {sequence.id} twice in a batch"
             sequence.busy = True
@@ -322,8 +329,7 @@ class Engine:
                 graph.replay()
                 tokens = self._to_host(self._static.next_tokens[:len(ids)])
             else:
-                rows = [self._decode_row(s) for s in sequences]
-                logits = self._decode_forward(self._batch(rows, (), [], [], sequences), lane.sms)
+                logits = self._decode_forward(self._batch([self._decode_rows(sequences)], (), [], [], sequences), lane.sms)
                 tokens = self._to_host(logits.argmax(-1))
             self._end_event(events, lane, ids)
         return Launch(self, ids, ids, tokens, dict.fromkeys(ids, 1), events, "decode", logits)
@@ -341,6 +347,20 @@ class Engine:
     def _decode_forward(self, batch: Batch, num_sms: int) -> Tensor:
         x, residual = self.model.layers(batch, None, self.model.embed(batch), self.kv, 0, self.arch.spec.num_layers, num_sms)
         return self.model.logits(batch, x, residual, num_sms)
+
+    def warm_up(self, lanes: Sequence[Lane]) -> None:
+        """Small prefills on every lane before serving: kernels compile and cuBLAS makes each stream's workspace now, and not
+        in the time of the first requests."""
+        room = min(self.max_tokens - 1, self.pool.total * self.block_tokens)
+        if self._cuda is not None:
+            with self.guard("making the weights"):
+                self._cuda.synchronize()  # weights may still be under way on a stream that no lane waits for
+        for lane in lanes:
+            for tokens in WARM_UP_TOKENS if lane is lanes[0] else WARM_UP_TOKENS[:1]:
+                self.add(-1, [0] * min(tokens, room))
+                run = self.start_prefill([Chunk(-1, min(tokens, room), 0)], lane)
+                self.run_layers(run, self.arch.spec.num_layers, lane).finish()
+                self.remove(-1)
 
     def capture(self, lanes: Sequence[Lane]) -> int:
         """Capture a decode graph for every lane and bucket, before serving: capture synchronises. Returns how many.
@@ -414,10 +434,15 @@ class Engine:
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """A failing allocation, and on a GPU a failing kernel, as one line; other errors on a CPU are ours and stay."""
+        """A failing allocation, and on a GPU a failing kernel, as one line; other errors on a CPU are ours and stay.
+
+        Triton's own errors (shared memory, ptxas) are no RuntimeErrors.
+        """
         try:
             yield
-        except RuntimeError as exc:
+        except Exception as exc:
+            if not (isinstance(exc, RuntimeError) or type(exc).__module__.split(".")[0] == "triton"):
+                raise
             message = " ".join(str(exc).split())[:160]
             if any(sign in message.lower() for sign in ("out of memory", "not enough memory", "can't allocate memory")):
                 raise EngineError(f"{what}: out of memory on {self.device} ({message}): lower the KV cache, the batch or the "
@@ -493,7 +518,7 @@ class _DecodeBuffers:
         for name, empty in (("tokens", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
             host[name][count:bucket] = empty
         if count:
-            rows = torch.cat([engine._decode_row(s) for s in sequences], 1)
+            rows = engine._decode_rows(sequences)
             for name, values in zip(("tokens", "positions", "slots"), rows, strict=True):
                 host[name][:count] = values
             host["lengths"][:count] = rows[1] + 1

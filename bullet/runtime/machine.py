@@ -30,6 +30,8 @@ RESERVE_BYTES = 4 << 30
 """Left free on a GPU for activations, graphs and cuBLAS: *assumed*."""
 LONGEST_CORUN = 20
 """How many times its window a co-run may last until each lane has ended three steps."""
+LEAST_TOKENS = {"cpu": 80, "cuda": 1040}
+"""Longest sequence that :func:`measure_steps` takes at least: its second context and 16 tokens of room."""
 PROBE_TOKENS = 2048
 """Largest prompt whose time is taken on every split: beyond, a few SMs take seconds."""
 BACKENDS = ("auto", "green-context", "none")
@@ -202,8 +204,12 @@ def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend:
                         enter=enter)
         plain = bench.plain.pairs[0]
         started = time.perf_counter()
-        graphs = engine.capture([*(p.decode for p in bench.table.pairs if pairs), plain.decode])
-        say(f"{graphs} decode graphs in {time.perf_counter() - started:.1f} s; {kv_blocks * KV_BLOCK_TOKENS} tokens of KV")
+        # The plain lanes first: what is loaded or made at a first launch (kernels, cuBLAS's handle) then belongs to the
+        # primary context, also where a lane's green context is made current around its work.
+        engine.warm_up([plain.prefill, *(p.prefill for p in bench.table.pairs if pairs)])
+        graphs = engine.capture([plain.decode, *(p.decode for p in bench.table.pairs if pairs)])
+        say(f"kernels compiled and {graphs} decode graphs captured in {time.perf_counter() - started:.1f} s; "
+            f"{kv_blocks * KV_BLOCK_TOKENS} tokens of KV")
         n = bench.num_units
 
         def lane(name: str, sms: int) -> Any:

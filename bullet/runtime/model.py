@@ -77,6 +77,9 @@ class Architecture:
             value = raw.get(name)
             if value is not None and value != allowed:
                 raise ConfigError(f"{path}: {name} = {value!r}: the engine supports {allowed!r} only")
+        for name in ("head_dim", "num_key_value_heads"):
+            if model_type == "qwen3" and raw.get(name) is None:  # its own defaults are 128 and 32, whatever the other sizes
+                raise ConfigError(f"{path}: {name!r} is missing: a Qwen3's does not follow from its other sizes")
         dtype = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16")
         if dtype not in DTYPES:
             raise ConfigError(f"{path}: torch_dtype = {dtype!r}: the engine supports {', '.join(DTYPES)}")

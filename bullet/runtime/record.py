@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -78,10 +79,15 @@ class RecordWriter:
         except OSError as exc:
             raise ResultsError(f"{path}: cannot be written ({exc.strerror}): choose another --record") from None
         self.path = path
-        self._write({"schema": SCHEMA, "version": VERSION, "config": dataclasses.asdict(config), "num_sms": splits.num_sms,
-                     "decode_sms": splits.decode_sms.tolist(), "kv_blocks": kv_blocks, "num_layers": num_layers,
-                     "arrival_s": workload.arrival_s.tolist(), "prompt_tokens": workload.prompt_tokens.tolist(),
-                     "ttft_slo_s": ttft_slo_s, **extra})
+        try:
+            self._write({"schema": SCHEMA, "version": VERSION, "config": dataclasses.asdict(config), "num_sms": splits.num_sms,
+                         "decode_sms": splits.decode_sms.tolist(), "kv_blocks": kv_blocks, "num_layers": num_layers,
+                         "arrival_s": workload.arrival_s.tolist(), "prompt_tokens": workload.prompt_tokens.tolist(),
+                         "ttft_slo_s": ttft_slo_s, **extra})
+        except ResultsError:
+            with suppress(OSError):
+                self._file.close()
+            raise
 
     def __call__(self, kind: str, what: tuple[Any, ...]) -> None:
         if kind == "next_step":
@@ -97,13 +103,20 @@ class RecordWriter:
         try:
             self._file.write(json.dumps(record) + "\n")
         except OSError as exc:
-            raise ResultsError(f"{self.path}: cannot be written ({exc.strerror})") from None
+            raise self._refused(exc) from None
+
+    def _refused(self, exc: OSError) -> ResultsError:
+        return ResultsError(f"{self.path}: cannot be written ({exc.strerror}): choose another --record")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.close()
+        try:
+            self._file.close()  # writes what is still in its buffer
+        except OSError as error:
+            if exc is None:  # else the first error is the one to tell
+                raise self._refused(error) from None
 
 
 def read_record(path: Path) -> tuple[dict[str, Any], Iterator[list[Any]]]:

@@ -127,7 +127,7 @@ def _files_by_tensor(folder: Path) -> dict[str, Path] | None:
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise EngineError(f"{index}: cannot be read as an index with a weight_map "
                           f"({type(exc).__name__}: {_one_line(exc)}): download it again") from None
     for file in sorted(set(files.values())):

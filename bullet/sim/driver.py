@@ -18,6 +18,7 @@ from zlib import crc32
 
 import numpy as np
 import simpy
+from simpy.events import NORMAL
 
 from bullet.config import KV_BLOCK_TOKENS, RunConfig, get_gpu, get_model, resolve_slo
 from bullet.device import DeviceModel, StepWork, kv_capacity_tokens, load_device
@@ -63,14 +64,29 @@ class RowSink(Protocol):
         """A request finished, was rejected, or was left unfinished at the end."""
 
 
+PACK_STEPS = 4096
+"""Steps that a run without a folder gathers before it packs them into columns: they are still in the processor's cache."""
+
+
 class ListSink:
-    """Rows in memory, one after the other, for runs without a folder."""
+    """Rows in memory, for runs without a folder."""
 
     def __init__(self) -> None:
-        self.steps: list[Any] = []
+        self.cells: list[Any] = []  # of steps, one row after the other
+        self.packed: list[StepTable] = []
         self.requests: list[Any] = []
-        self.step = self.steps.extend
+        self.step = self.cells.extend
         self.request = self.requests.extend
+
+    def pack(self) -> None:
+        """Called every ``PACK_STEPS`` steps."""
+        self.packed.append(StepTable.from_cells(self.cells))
+        self.cells.clear()
+
+    def tables(self) -> tuple[StepTable, RequestTable]:
+        """All rows."""
+        self.pack()
+        return StepTable.concatenate(self.packed), RequestTable.from_cells(self.requests)
 
 
 Recorder = Callable[[str, tuple[Any, ...]], None]
@@ -137,6 +153,8 @@ class Simulation:
         self.policy = policy
         self.device = device
         self.sink = sink
+        self._pack = sink.pack if isinstance(sink, ListSink) else None
+        self._write_step, self._observe = sink.step, policy.observe  # bound once: they are called at every step
         self.progress = progress
         self.record = record
         self.context_tokens = get_model(config.device.model).context_tokens
@@ -217,7 +235,7 @@ class Simulation:
         self.next_s = at_s
         event = self._tick  # the one pending event, used again and again
         event.callbacks = self._callbacks
-        env.schedule(event, delay=delay_s if delay_s > 0.0 else 0.0)
+        env.schedule(event, NORMAL, delay_s if delay_s > 0.0 else 0.0)
 
     def _boundary_of_two(self, _event: simpy.Event) -> None:
         now = self.now_s = self.next_s
@@ -279,8 +297,11 @@ class Simulation:
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
             gpu.hybrid = None
-            self._finish_hybrid(flight.step, now)
+            step: Any = flight.step
+            self._finish_hybrid(step, now)
             self._ended(flight, HYBRID, now)
+            if step.steady and self.record is None and not self.custom:  # a user's policy may count on being asked
+                now = self.now_s = self._repeat(step, now)
         if self.next_arrival_s <= now:
             self._arrivals(now)
         lane = self.lanes[0]
@@ -426,7 +447,9 @@ class Simulation:
         if step.chunks:
             self._integrate_queue(now)
         requests = state.begin_hybrid(step, now)
-        seqs, context = (state.decode.size, state.decode.context_tokens) if step.decode else (0, 0)
+        seqs = context = 0
+        if step.decode:
+            seqs, context = state.decode.size, state.decode.context_tokens
         if requests:
             work, tokens = self._hybrid_work(requests, step, seqs, context, now)
             seconds = self.device.solo_seconds(work, sms)
@@ -443,18 +466,43 @@ class Simulation:
             step, now, now + seconds,
             (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks, target_p, target_d))
 
+    def _repeat(self, step: Any, now: float) -> float:
+        """Repeat a steady step for as long as it holds, without asking or sleeping between; returns when the last one ended."""
+        state, sms, noise = self.state, step.sms, self.lanes[0].noise
+        decode, kv = state.decode, state.kv
+        assert not step.chunks, f"{step}: a steady step has decodes alone"
+        assert not step.preempt, f"{step}: a steady step preempts nobody"
+        queue_length = len(state.queue.requests)
+        target_p, target_d = step.target or state.target
+        while decode.size and self.next_arrival_s > now and decode.growth_blocks <= kv.free_blocks:
+            kv.take(decode.growth_blocks)
+            seqs, context, kv_used = decode.size, decode.context_tokens, kv.total_blocks - kv.free_blocks
+            seconds = self.device.decode_seconds(seqs, context, sms)
+            if noise is not None:
+                seconds *= noise.next()
+            end = now + seconds
+            self._end_iteration(end)
+            elapsed = end - now
+            self._observe(step, elapsed)
+            self._step_row((self.steps_ended, HYBRID, HYBRID, now, end, sms, 0, seqs, context, 0, state.num_layers,
+                            step.predicted_s, elapsed, 0.0, 0, queue_length, kv_used, target_p, target_d, step.reason))
+            now = end
+            if self.debug:
+                state.check()
+        return now
+
     def _hybrid_work(self, requests: list[Request], step: HybridStep, seqs: int, context: int,
                      now: float) -> tuple[StepWork, int]:
         """The work of a batch with chunks, and their tokens."""
-        pieces: list[tuple[int, int]] = []
+        pieces = [(new, past) for _, new, past in step.chunks]
         tokens, logits = 0, seqs
-        for request, (_, new, past) in zip(requests, step.chunks, strict=True):
+        for i, request in enumerate(requests):
+            new, past = pieces[i]
             if past == 0:
                 self.wait_sum_s += now - request.queued_s
             if new + past == request.prompt_tokens + request.generated:
                 logits += 1
             tokens += new
-            pieces.append((new, past))
         return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits), tokens
 
     def _begin_prefill(self, step: PrefillStep, now: float) -> StepWork:
@@ -479,26 +527,27 @@ class Simulation:
 
     def _ended(self, flight: Flight | HybridFlight, lane: str, now: float) -> None:
         """Tell the policy how long a step took, and write its row."""
-        step = flight.step
-        elapsed = now - flight.start_s
+        step, start = flight.step, flight.start_s
+        elapsed = now - start
         if self.record is not None:
             self.record("observe", (step, elapsed))
-        self.policy.observe(step, elapsed)
+        self._observe(step, elapsed)
         (prefill_tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d) = flight.row
-        self.sink.step((self.steps_ended, lane, lane, flight.start_s, now, flight.sms, prefill_tokens, seqs, context,
-                        first_layer, layers, step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used,
-                        target_p, target_d, step.reason))
-        self.steps_ended += 1
+        self._step_row((self.steps_ended, lane, lane, start, now, flight.sms, prefill_tokens, seqs, context, first_layer,
+                        layers, step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used, target_p,
+                        target_d, step.reason))
+
+    def _step_row(self, row: tuple[Any, ...]) -> None:
+        self._write_step(row)
+        self.steps_ended = number = self.steps_ended + 1
+        if self._pack is not None and number % PACK_STEPS == 0:
+            self._pack()
 
     def _finish_hybrid(self, step: Any, now: float) -> None:
         state = self.state
         complete = state.finish_hybrid(now)
         if step.decode and state.decode.size:
-            finished = self.finish_at.pop(state.decode.iteration + 1, ())
-            self._emit_iteration(now)
-            state.end_hybrid_decode(finished)
-            for request in finished:
-                self._close_finished(request, now)
+            self._end_iteration(now)
         for request in complete:
             self._emit_first(request, now)
             if request.generated >= self.outputs[request.id]:
@@ -508,6 +557,14 @@ class Simulation:
                 state.join_decode(request)
                 self._expect_end(request)
                 self.merged.append(request)
+
+    def _end_iteration(self, now: float) -> None:
+        """Every decode has a token more."""
+        finished = self.finish_at.pop(self.state.decode.iteration + 1, ())
+        self._emit_iteration(now)
+        self.state.end_hybrid_decode(finished)
+        for request in finished:
+            self._close_finished(request, now)
 
     def _expect_end(self, request: Request) -> None:
         """File a request that just joined the decode batch under the iteration that ends it."""
@@ -652,7 +709,7 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     try:
         run.run()
         assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
-        return _outcome(run, config, workload, sink, writer)
+        return _outcome(run, config, workload, sink)
     except BaseException:
         # Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished.
         run.close_unfinished()
@@ -675,16 +732,13 @@ def _build_policy(config: RunConfig, device: DeviceModel, splits: SplitTable) ->
                                                          config.policy.options))
 
 
-def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any, writer: Any) -> RunOutcome:
-    if writer is not None:
-        steps, requests = writer.tables()
-    else:
-        steps, requests = StepTable.from_cells(sink.steps), RequestTable.from_cells(sink.requests)
+def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any) -> RunOutcome:
+    steps, requests = sink.tables()
     tpot_slo_s = config.slo.tpot_s
     assert tpot_slo_s is not None
     span_s = run.now_s - (run.arrivals[0] if run.arrivals else 0.0)
     held_sm_s = steps["sms"] * steps["actual_s"]
-    held = {lane: float(held_sm_s[steps["lane"] == lane].sum()) for lane in (PREFILL, DECODE, HYBRID)}
+    held = {lane.name: float(held_sm_s[steps["lane"] == lane.name].sum()) for lane in run.lanes}
     return RunOutcome(
         config=config, system=config.policy.name, steps=steps, requests=requests,
         itl_s=np.array(run.itl_s), itl_counts=np.array(run.itl_counts), sm_seconds=run.gpu.sm_seconds(span_s, held),

@@ -89,7 +89,7 @@ class SimulatedGpu:
     def sm_seconds(self, span_s: float, held_sm_s: Mapping[str, float]) -> dict[str, float]:
         """SM-seconds of ``span_s`` seconds by use (I5), once nothing is in flight; ``held_sm_s``: what the lanes' steps held."""
         shared = self.shared_sm_s
-        prefill, decode, hybrid = (held_sm_s[lane] for lane in (PREFILL, DECODE, HYBRID))
+        prefill, decode, hybrid = (held_sm_s.get(lane, 0.0) for lane in (PREFILL, DECODE, HYBRID))
         return {"prefill_only": prefill - shared, "decode_only": decode - shared, "hybrid": hybrid, "shared": shared,
                 "idle": self.num_sms * span_s - (prefill + decode - shared) - hybrid}
 

@@ -33,13 +33,40 @@ def test_kernels_compile(name, capability):
         assert "cp.async" in ptx  # loads overlap arithmetic
 
 
-SIZES = {"batch", "num_kv_heads", "num_heads", "num_rows", "num_tiles", "rows", "columns", "num_elements"}
+def test_what_the_engine_launches_is_among_them():
+    """Head size and dtype of the built-in models on a GPU (bf16, 64 and 128), every height of a prefill tile, decode
+    batches of 1 and of the largest bucket."""
+    prefill = [e.constants for n, e in ENTRIES.items() if n.startswith("prefill_attention_bf16")]
+    assert {c["TILE_ROWS"] for c in prefill if c["HEAD_DIM"] == 128} == {16, 32, 64, 128}
+    decode = [e.constants for n, e in ENTRIES.items() if n.startswith("decode_attention_bf16")]
+    for entries in (prefill, decode):
+        assert {64, 128, 256} <= {c["HEAD_DIM"] for c in entries}
+        assert {4, 8, 7} <= {c["GROUP"] for c in entries}
+    assert {1, 64, 256} <= {c["BATCH"] for c in decode}
 
 
-@pytest.mark.parametrize("name", sorted(ENTRIES))
+VARYING = {
+    "decode_attention": {"batch", "table_stride"}, "join_splits": {"batch"}, "rms_norm": {"num_rows"}, "silu_mul": {"num_rows"},
+    "prefill_attention": {"num_tiles", "table_stride", "tile_seq_ptr", "tile_row_ptr"},
+    "rope": {"num_rows", "positions_ptr", "slots_ptr"}, "gemm": {"rows"}}
+"""What differs from batch to batch, or points into the middle of a tensor made for one."""
+
+
+@pytest.mark.parametrize("name", sorted(n for n in ENTRIES if not n.startswith("copy")))
+def test_no_batch_compiles_a_kernel_anew(name):
+    """Triton specialises numbers that are 1, and numbers and addresses that are multiples of 16, where it is not told to
+    leave them: a compile in mid-service would be seconds of a request's TTFT."""
+    kind = next(k for k in VARYING if name.startswith(k))
+    assert {p.name for p in ENTRIES[name].kernel.params if p.do_not_specialize} == VARYING[kind]
+
+
+SIZES = {"num_kv_heads", "num_heads", "columns", "num_elements"}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in ENTRIES if SIZES & set(ENTRIES[n].signature)))
 def test_kernels_compile_for_sizes_of_one(name):
-    """Triton makes a constant of an argument that is 1: one sequence, one KV head, one row."""
+    """Triton makes a constant of an argument that is 1, where it may: one KV head, one column, one element."""
     entry = ENTRIES[name]
     ones = dict.fromkeys(SIZES & set(entry.signature), 1)
-    assert ones
+    assert not ones.keys() & {p.name for p in entry.kernel.params if p.do_not_specialize}
     compile_for(dataclasses.replace(entry, constants={**entry.constants, **ones}), 90)

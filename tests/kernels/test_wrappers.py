@@ -101,5 +101,59 @@ def test_gemm_and_copy():
         copy.copy(torch.zeros(3), torch.zeros(3), num_sms=0)
 
 
+KERNELS = {
+    "rms_norm": lambda n: norm.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, num_sms=n),
+    "silu_mul": lambda n: activation.silu_mul(torch.zeros(2, 8), num_sms=n),
+    "rope": lambda n: rope.rope(torch.zeros(1, 128), cache(), cache(), torch.zeros(5, 8), torch.zeros(5, 8),
+                                *torch.zeros(2, 1, dtype=torch.int64), num_sms=n),
+    "gemm": lambda n: gemm.gemm(torch.zeros(2, 8), torch.zeros(3, 8), num_sms=n),
+    "copy": lambda n: copy.copy(torch.zeros(3), torch.zeros(3), num_sms=n),
+    "decode_attention": lambda n: decode_attention.decode_attention(Q, cache(), cache(), TABLE, i32(3), num_sms=n,
+                                                                    plan_=decode_attention.plan(i32(3), 2, 4)),
+    "prefill_attention": lambda n: prefill_attention.prefill_attention(
+        torch.zeros(2, 4, 16), cache(), cache(), TABLE, i32(0, 2), i32(2), prefill_attention.plan([2], [0], 16, Q.device),
+        num_sms=n)}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("num_sms", [0, -3])
+def test_a_grid_of_nothing_is_refused(name, num_sms):
+    """A GPU launches 0 programs without a word, and the output stays whatever the memory held."""
+    with pytest.raises(ValueError, match=f"{name}: num_sms = {num_sms} must be positive"):
+        KERNELS[name](num_sms)
+
+
+def test_a_plan_for_other_sms_or_too_tall_tiles_is_refused():
+    with pytest.raises(ValueError, match="the plan has 12 programs, 5 SMs take 15"):
+        KERNELS["decode_attention"](5)
+    args = (torch.zeros(2, 4, 16), cache(), cache(), TABLE, i32(0, 2), i32(2))
+    for rows in (8, 48, 64):
+        with pytest.raises(ValueError, match=f"plan of {rows} rows a tile: torch.float32 with head size 16"):
+            prefill_attention.prefill_attention(*args, prefill_attention.plan([2], [0], rows, Q.device), num_sms=4)
+
+
+def test_tensors_elsewhere_are_refused():
+    """A kernel follows an address wherever it points: into another device's memory it fails later, as something else."""
+    there = torch.device("meta")
+    with pytest.raises(ValueError, match="rms_norm: weight is on meta, x on cpu"):
+        norm.rms_norm(torch.zeros(2, 8), torch.ones(8, device=there), 1e-5, num_sms=4)
+    with pytest.raises(ValueError, match="rms_norm: residual is on meta, x on cpu"):
+        norm.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, num_sms=4, residual=torch.zeros(2, 8, device=there))
+    with pytest.raises(ValueError, match="silu_mul: out is on meta, gate_up on cpu"):
+        activation.silu_mul(torch.zeros(2, 8), num_sms=4, out=torch.zeros(2, 4, device=there))
+    with pytest.raises(ValueError, match="gemm: weight is on meta"):
+        gemm.gemm(torch.zeros(2, 8), torch.zeros(3, 8, device=there), num_sms=4)
+    with pytest.raises(ValueError, match="copy: target is on meta"):
+        copy.copy(torch.zeros(3), torch.zeros(3, device=there), num_sms=4)
+    with pytest.raises(ValueError, match="decode_attention: block_tables is on meta"):
+        decode_attention.decode_attention(Q, cache(), cache(), TABLE.to(there), i32(3), num_sms=4)
+    with pytest.raises(ValueError, match="prefill_attention: plan is on meta"):
+        prefill_attention.prefill_attention(torch.zeros(2, 4, 16), cache(), cache(), TABLE, i32(0, 2), i32(2),
+                                            prefill_attention.plan([2], [0], 16, there), num_sms=4)
+    with pytest.raises(ValueError, match="rope: cos is on meta"):
+        rope.rope(torch.zeros(1, 128), cache(), cache(), torch.zeros(5, 8, device=there), torch.zeros(5, 8),
+                  *torch.zeros(2, 1, dtype=torch.int64), num_sms=4)
+
+
 def test_power_of_two():
     assert [power_of_two(n) for n in (0, 1, 2, 3, 16, 17)] == [1, 1, 2, 4, 16, 32]

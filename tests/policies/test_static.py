@@ -1,11 +1,17 @@
 """Static sharing over random worlds; its batches, its layers, its options."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bullet.config import GPUS, MODELS
 from bullet.errors import ConfigError
-from bullet.state import DECODE, PREFILL, Decision, PrefillStep, Wait
+from bullet.policies import make_policy
+from bullet.policies.base import PolicyContext
+from bullet.state import DECODE, PREFILL, Decision, PrefillStep, SplitTable, Wait
 from tests.policies.loops import World, build
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 400), st.integers(1, 80)), min_size=1, max_size=12)
@@ -64,3 +70,22 @@ def test_decode_may_have_a_share_of_its_own() -> None:
 def test_options_are_checked(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(name, **options)
+
+
+UNEVEN = SplitTable(132, np.array([16, 28, 40, 52, 72, 100]))
+"""What an H200 grants at the shares that a sweep asks for: one side a multiple of 8."""
+
+
+def on_uneven(name: str, **options: object) -> Any:
+    return make_policy(name, PolicyContext(MODELS["tiny"], GPUS["h200"], UNEVEN, 0.2, None, options))
+
+
+def test_every_split_of_an_uneven_table_can_be_had() -> None:
+    """Prefill's and decode's counts are different numbers there."""
+    for decode in UNEVEN.decode_sms.tolist():
+        assert on_uneven(f"static-{132 - decode}").target == (132 - decode, decode)
+    assert on_uneven("static-60", decode_sms=100).target == (60, 100)
+    with pytest.raises(ConfigError, match=r"static-96: prefill SMs must be 32, 60, 80, 92, 104, 116, or 132 .with decode_sms"):
+        on_uneven("static-96")
+    with pytest.raises(ConfigError, match="decode_sms = 60: must be 16, 28, 40, 52, 72, 100, or 132"):
+        on_uneven("static-60", decode_sms=60)

@@ -252,6 +252,49 @@ def test_graphs_decode_as_eager_does_whatever_the_bucket_and_the_lane():
         assert "capture" not in cuda.log
 
 
+def test_every_lane_has_prefilled_and_every_tile_height_was_met_before_serving(monkeypatch):
+    """On a GPU the first launch of a kernel compiles it and a stream's first product makes cuBLAS's workspace."""
+    from bullet.kernels.prefill_attention import tile_sizes
+
+    _, engine, lanes = fake()
+    ran = []
+    plain = Engine.run_layers
+    monkeypatch.setattr(Engine, "run_layers", lambda self, run, layers, lane: (
+        ran.append((lane, run.chunks[0].new_tokens)), plain(self, run, layers, lane))[1])
+    engine.warm_up(lanes)
+    assert {lane.sms for lane, _ in ran} == {80, 24, 48}
+    heights = {tile_sizes(torch.bfloat16, 128, tokens)[0] for lane, tokens in ran if lane is lanes[0]}
+    assert heights == {tile_sizes(torch.bfloat16, 128, tokens)[0] for tokens in range(1, 300)}
+    assert not engine.sequences
+    assert len(engine.pool.free) == 30
+    engine.check()
+    small = make(kv_blocks=1, max_tokens=5)
+    small.warm_up([engine_module.CPU_LANE])
+    assert len(small.pool.free) == 1
+
+
+@pytest.mark.parametrize("error", ["OutOfResources", "PTXASError"])
+def test_a_kernel_that_triton_refuses_is_one_line_too(error):
+    """Triton's errors descend from Exception alone."""
+    from triton.runtime import errors
+
+    engine = make()
+    engine.device = torch.device("cuda")  # what the guard asks
+    exc = {"OutOfResources": errors.OutOfResources(200_000, 101_376, "shared memory"),
+           "PTXASError": errors.PTXASError("no\nptxas")}[error]
+
+    def launch():
+        with engine.guard("prefill"):
+            raise exc
+
+    with pytest.raises(EngineError, match="prefill: the GPU failed") as told:
+        launch()
+    assert "\n" not in str(told.value)
+    engine.device = CPU
+    with pytest.raises(type(exc)):
+        launch()
+
+
 def test_a_hand_over_waits_for_the_other_lane_and_moves_no_key():
     _, engine, (prefill_lane, small, _) = fake()
     engine.add(0, prompt(20))

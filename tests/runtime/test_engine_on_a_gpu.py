@@ -43,6 +43,7 @@ def test_graphs_on_partitions_decode_as_eager_does():
         table.before_close.append(engine.close)
         lanes = [pair.decode for pair in table.pairs]
         eager = generate(engine, table.pairs[0].prefill, lanes)
+        engine.warm_up([pair.prefill for pair in table.pairs])
         assert engine.capture(lanes) == 8
         assert generate(engine, table.pairs[0].prefill, lanes) == eager
     reference = Engine(arch, random_weights(arch, 1, device), Ops("torch"), kv_blocks=100, max_tokens=512, device=device)

@@ -262,8 +262,12 @@ class StandInEngine:
 
     def __init__(self, arch, weights, ops, *, kv_blocks, max_tokens, device, enter=None):
         self.arch, self.ops, self.kv_blocks, self.max_tokens, self.device = arch, ops, kv_blocks, max_tokens, device
-        self.lanes, self.closed = [], False
+        self.lanes, self.warmed, self.closed = [], [], False
         StandInEngine.last = self
+
+    def warm_up(self, lanes):
+        assert not self.lanes  # before the captures, which hold memory for good
+        self.warmed = list(lanes)
 
     def capture(self, lanes):
         if self.fail is not None:
@@ -308,7 +312,9 @@ def test_a_real_run_gets_a_lane_for_each_split_and_leaves_nothing(serving):
         assert whole.sms == 132
         assert whole.stream is not found.lane("decode", 132).stream
         assert found.lane("hybrid", 132) is found.lane("decode", 132)
-        assert [lane.sms for lane in engine.lanes] == [*(d for _, d in opened.pairs), 132]
+        # The whole device first: what a first launch loads belongs to the primary context, not to one lane's.
+        assert engine.lanes == [found.lane("decode", 132), *(found.lane("decode", d) for _, d in opened.pairs)]
+        assert engine.warmed == [whole, *(found.lane("prefill", p) for p, _ in opened.pairs)]
         assert not found.turns
         assert engine.arch.dtype == torch.bfloat16
         # 100 GiB free less 4 reserved, 16 tokens of 2 (K, V) x 4 layers x 2 heads x 64 x 2 bytes a block.

@@ -61,12 +61,13 @@ def served(machine, monkeypatch, tmp_path):  # noqa: F811
     return start
 
 
-@pytest.mark.parametrize("policy", ["bullet", "naive", "sglang-64"])
+@pytest.mark.parametrize("policy", ["bullet", "bullet-literal", "naive", "static-60", "static-104", "sglang-64",
+                                    "sglang-64-mixed", "vllm-256"])
 def test_a_real_run_opens_a_gpu_proves_captures_serves_and_leaves_nothing(served, capsys, policy):
     status, out, gpu = served(policy)
     text = capsys.readouterr().out
     assert status == 0
-    assert "14 decode graphs" in text  # six lanes and the whole device, two buckets each
+    assert "14 decode graphs captured" in text  # six lanes and the whole device, two buckets each
     assert gpu.cuda.log.count("capture") >= 14
     stored = load_run(out)
     assert stored.requests["status"].tolist() == ["finished"] * 4

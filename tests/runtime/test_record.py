@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import resource
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -102,6 +105,43 @@ def test_bad_records_are_refused_and_a_cut_off_line_is_left_out(tmp_path):
     path.write_text("\n".join([header, '["surprise", 1]', *events]) + "\n")
     with pytest.raises(ResultsError, match="unknown event 'surprise'"):
         record.replay(path, fresh)
+
+
+@contextmanager
+def files_end_at(size):
+    """A file may grow to so many bytes and no further: Python gets an OSError, as from a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("where", ["header", "event", "what the buffer holds at the end"])
+def test_a_full_disk_is_one_error_wherever_it_strikes(tmp_path, where):
+    def written(path, padding=""):
+        with ExitStack() as stack:
+            def start(run):
+                run.record = stack.enter_context(record.RecordWriter(
+                    path, run.config, run.state.splits, 60, 4, [1.0] * 25, workload(rows()), {"padding": padding}))
+            replay(rows(), "static-6", before=start, blocks=60)
+        return path.stat().st_size
+
+    size = written(tmp_path / "whole.jsonl")
+    assert size > 3 * 8192  # several buffers full
+    limit = {"header": 100, "event": 9000}.get(where, size - 10)
+    words = r"r\.jsonl: cannot be written \(File too large\): choose another --record"
+    with files_end_at(limit), pytest.raises(ResultsError, match=words):
+        written(tmp_path / "r.jsonl", "x" * 20_000 if where == "header" else "")
+    gc.collect()  # a file left open would complain here
+
+
+def test_the_runs_own_error_is_the_one_to_tell(tmp_path):
+    run, _, _ = replay(rows(3), "static-6", blocks=60)
+    writer = record.RecordWriter(tmp_path / "r.jsonl", run.config, run.state.splits, 60, 4, [1.0] * 3, workload(rows(3)), {})
+    with files_end_at(100), pytest.raises(KeyError, match="first"), writer:
+        raise KeyError("first")
 
 
 def test_a_record_makes_answers_and_nothing_else():

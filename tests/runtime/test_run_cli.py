@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import signal
@@ -60,6 +61,9 @@ def test_what_is_wrong_is_said_in_one_line(trace, tmp_path, capsys):
     assert "--gpu: with --device cuda" in one_line(capsys)
     assert run("replay", "--device", "cpu", "--threads", "0") == 2
     assert "--threads 0: must be 1 or more" in one_line(capsys)
+    for flag in (("--estimator", "oracle"), ("--steps", "s.json")):
+        assert run("replay", "--device", "cpu", "--policy", "naive", *flag) == 2
+        assert f"{' '.join(flag)} has no effect: naive predicts nothing" in one_line(capsys)
     (tmp_path / "steps.json").write_text("{}")
     assert run("replay", "--device", "cpu", "--trace", trace, "--arrivals", "recorded", "--steps", tmp_path / "steps.json") == 2
     assert "cannot be read as step times" in one_line(capsys)
@@ -67,12 +71,63 @@ def test_what_is_wrong_is_said_in_one_line(trace, tmp_path, capsys):
     for flag, value in (("--estimator", "oracle"), ("--steps", tmp_path / "steps.json")):
         assert run(*blind, flag, value) == 2
         assert f"{flag} {value} has no effect: vllm-256 predicts nothing" in one_line(capsys)
-    for record, why in ((tmp_path / "none" / "r.jsonl", "cannot be written (No such file"), (trace, "exists already")):
+    for record, why in ((tmp_path / "none" / "r.jsonl", f"no folder {tmp_path / 'none'}"), (trace, "exists already")):
         assert run(*blind, "--record", record, "--out", tmp_path / "runs") == 2
         assert why in one_line(capsys)
     assert run("recheck", tmp_path / "none.jsonl") == 2
     assert "cannot be read as a record" in one_line(capsys)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_record_that_cannot_be_and_two_models_are_refused_before_anything_runs(trace, model, tmp_path, capsys):
+    args = replay_args(trace, model, tmp_path / "out")
+    assert run(*args, "--record", tmp_path / "nowhere" / "r.jsonl") == 2
+    assert f"no folder {tmp_path / 'nowhere'}: make it, or choose another --record" in one_line(capsys)
+    assert run(*args, "--weights", tmp_path) == 2
+    assert "the weights' own config.json is taken, leave --model out" in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_step_times_name_the_least_they_take(model, tmp_path, capsys):
+    assert run("steps", "--device", "cpu", "--model", model, "--max-tokens", "79", "--out", tmp_path / "out") == 2
+    assert "--max-tokens 79: step times take 80 or more on cpu, up to small's 256" in one_line(capsys)
+    assert run("steps", "--device", "cuda", "--max-tokens", "1039", "--out", tmp_path / "out") == 2
+    assert "step times take 1040 or more on cuda" in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@needs_torch
+def test_the_least_is_enough_and_one_less_is_not(model):
+    from bullet.config import get_model, load_run_config
+    from bullet.errors import ProfileError
+    from bullet.runtime.machine import LEAST_TOKENS, measure_steps, open_machine
+
+    config = load_run_config(None, {"device.model": str(model)})
+    for tokens, enough in ((LEAST_TOKENS["cpu"], True), (LEAST_TOKENS["cpu"] - 1, False)):
+        with open_machine("cpu", config, tokens) as opened:
+            if enough:
+                assert measure_steps(opened, get_model(str(model)), repeats=1).contexts == (16, 64)
+            else:
+                with pytest.raises(ProfileError, match="too few sizes"):
+                    measure_steps(opened, get_model(str(model)), repeats=1)
+
+
+@needs_torch
+def test_a_record_on_a_full_disk_keeps_the_requests_and_accounts_for_the_rest(trace, model, tmp_path, capsys):
+    import resource
+
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n" + "0.0,9,120\n" * 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (24_000, hard))  # beyond every table, and within the record
+        assert run(*replay_args(trace, model, tmp_path / "out", "naive"), "--record", tmp_path / "r.jsonl") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "r.jsonl: cannot be written (File too large)" in one_line(capsys)
+    stored = load_run(tmp_path / "out")
+    assert stored.summary["offered"] == len(stored.requests) == 4
+    assert not stored.summary["complete"]
+    assert len(stored.steps) > 5
 
 
 @pytest.mark.skipif(HAS_TORCH, reason="torch is installed")
@@ -155,6 +210,8 @@ def test_models_and_weights_that_cannot_run_are_refused(trace, model, tmp_path, 
     args = [a for a in replay_args(trace, model, tmp_path / "out") if a not in ("--model", model)]
     assert run(*args, "--weights", model.parent) == 2
     assert "holds neither model.safetensors" in one_line(capsys)
+    assert run("steps", "--device", "cpu", "--weights", model.parent, "--out", tmp_path / "out") == 2
+    assert "holds neither model.safetensors" in one_line(capsys)
     assert not (tmp_path / "out").exists()
 
 
@@ -203,6 +260,19 @@ def test_lanes_that_take_turns_last_as_long_as_both():
 def test_step_times_survive_their_file(tmp_path):
     (tmp_path / "steps.json").write_text(PROFILE.to_json())
     assert StepProfile.from_json(tmp_path / "steps.json") == PROFILE
+
+
+@needs_torch
+def test_step_times_of_another_model_or_machine_are_refused(trace, model, tmp_path, capsys):
+    path = tmp_path / "steps.json"
+    here = {"model": "small", "hardware": "CPU, no partition"}
+    for changes, words in (({}, "steps.json: step times of tiny, the model is small: measure its own"),
+                           ({"model": "small"}, "step times of a box with 108 SMs, this is CPU, no partition with 108"),
+                           ({**here, "num_sms": 132}, "with 132 SMs, this is CPU, no partition with 108: measure them here")):
+        path.write_text(dataclasses.replace(PROFILE, **changes).to_json())
+        assert run(*replay_args(trace, model, tmp_path / "out", "bullet"), "--steps", path) == 2
+        assert words in one_line(capsys)
+    assert not (tmp_path / "out").exists()
 
 
 @needs_torch

@@ -43,7 +43,7 @@ def test_a_config_is_read(tmp_path):
     assert (arch.spec.num_heads, arch.spec.num_kv_heads, arch.spec.head_dim) == (2, 1, 16)
     assert arch == Architecture.from_hf(tmp_path / "m" / "config.json")
     assert Architecture.from_hf(write_config(tmp_path / "m", rope_theta=...)).rope_theta == 10_000.0
-    assert Architecture.from_hf(write_config(tmp_path / "m", model_type="qwen3")).spec.qk_norm
+    assert Architecture.from_hf(write_config(tmp_path / "m", model_type="qwen3", head_dim=16)).spec.qk_norm
 
 
 @pytest.mark.parametrize("style", ["rope_scaling", "rope_parameters"])
@@ -88,12 +88,22 @@ def test_rope_tables_by_hand():
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "must exceed"),
     ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be an object"),
     ({"hidden_size": ...}, "'hidden_size' is missing"),
+    # transformers would take 128 and 32 for them, not what follows from the other sizes as in a Llama.
+    ({"model_type": "qwen3"}, "'head_dim' is missing: a Qwen3's"),
+    ({"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": None}, "'num_key_value_heads' is missing: a Qwen3's"),
 ])
 def test_what_the_engine_does_not_compute_is_refused_by_name(tmp_path, changes, message):
     folder = write_config(tmp_path / "m", **changes)
     with pytest.raises(ConfigError, match=message) as error:
         Architecture.from_hf(folder)
     assert "config.json" in one_line(error)
+
+
+def test_a_config_nested_without_end_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read as a JSON model config") as error:
+        Architecture.from_hf(tmp_path)
+    one_line(error)
 
 
 # ---------------------------------------------------------------------------------------- random weights
@@ -187,6 +197,10 @@ def bad_index(folder):
     (folder / "model.safetensors.index.json").write_text("{]")
 
 
+def endless_index(folder):
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
 def index_elsewhere(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../m.safetensors"}}))
 
@@ -211,6 +225,7 @@ def index_of_the_wrong_shard(folder):
     (overwrite, "model-00001-of-00002.safetensors: damaged or not safetensors"),
     (empty, "model-00001-of-00002.safetensors: damaged or not safetensors"),
     (bad_index, "index.json: cannot be read as an index with a weight_map"),
+    (endless_index, "index.json: cannot be read as an index with a weight_map .RecursionError"),
     (index_elsewhere, r"shard '../m.safetensors': must be the name of a .safetensors file in the same folder"),
     (index_without_a_tensor, "tensor 'model.layers.1.mlp.up_proj.weight' is in no shard"),
     (index_of_the_wrong_shard, "00001-of-00002.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' cannot be read"),

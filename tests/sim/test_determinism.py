@@ -15,7 +15,19 @@ from bullet.perf import make_estimator
 from bullet.policies import make_policy, needs_estimator
 from bullet.policies.base import PolicyContext
 from bullet.sim.driver import simulate
-from bullet.state import DECODE, PREFILL, DecodeStep, PrefillStep, SplitTable, Step, SystemState, Wait
+from bullet.state import (
+    DECODE,
+    HYBRID,
+    PREFILL,
+    Chunk,
+    DecodeStep,
+    HybridStep,
+    PrefillStep,
+    SplitTable,
+    Step,
+    SystemState,
+    Wait,
+)
 from bullet.workload import Workload
 from tests.checks import step_rows
 from tests.worlds import A100, FixedDevice, config, run_with
@@ -157,8 +169,8 @@ def fingerprint(state: SystemState) -> Any:
 
     batch, decode = state.prefill, state.decode
     return (
-        [of(r) for r in state.queue], state.queue.version, state.queue.arrival_s.tolist(),
-        state.queue.ttft_slo_s.tolist(), state.queue.known_tokens.tolist(),
+        [of(r) for r in state.queue], state.queue.version, list(state.queue.arrival_s),
+        list(state.queue.ttft_slo_s), list(state.queue.known_tokens),
         batch and ([of(r) for r in batch.requests], batch.layers_done, batch.tokens),
         [of(r) for r in state.ready], [of(r) for r in state.chunked], [of(r) for r in decode.requests.values()],
         decode.iteration, decode.version, decode.cached_tokens, list(decode.residues), decode.first_token_s.tolist(),
@@ -201,3 +213,47 @@ def test_a_record_replays_into_a_fresh_policy(name: str, estimator: str) -> None
             assert again.next_step(lane, state, now_s) == decision
     kinds = [kind for kind, _ in records]
     assert kinds.count("next_step") >= kinds.count("observe") > 150
+
+
+def test_a_steady_step_is_what_asking_each_time_would_give() -> None:
+    """Repeated without asking, or asked for at every step: the same rows, and far fewer questions."""
+    splits = SplitTable.every(108)
+
+    class Asking:
+        lanes = (HYBRID,)
+
+        def __init__(self, steady: bool) -> None:
+            self.vllm = make_policy("vllm-512", PolicyContext(A100.model, A100.gpu, splits, 0.05, None, {}))
+            self.steady = steady
+            self.observed: list[float] = []
+
+        def next_step(self, lane: str, state: SystemState, now_s: float) -> Any:
+            answer = self.vllm.next_step(lane, state, now_s)
+            return answer._replace(steady=answer.steady and self.steady) if isinstance(answer, HybridStep) else answer
+
+        def observe(self, step: Step, elapsed_s: float) -> None:
+            self.observed.append(elapsed_s)
+
+    for more in ({"device__kv_tokens": 4_000, "device__noise_std": 0.05}, {}):
+        policies = [Asking(steady) for steady in (True, False)]
+        once, each = (run_with(policy, LOAD, device=A100, **more) for policy in policies)
+        assert step_rows(once) == step_rows(each)
+        assert repr(once.requests.data) == repr(each.requests.data)
+        assert (once.itl_s.tolist(), once.itl_counts.tolist()) == (each.itl_s.tolist(), each.itl_counts.tolist())
+        assert policies[0].observed == policies[1].observed == each.steps["actual_s"].tolist()
+        assert once.decisions < each.decisions - 100
+
+
+def test_a_steady_step_that_holds_more_than_decodes_is_refused() -> None:
+    class Wrong:
+        lanes = (HYBRID,)
+
+        def next_step(self, lane: str, state: SystemState, now_s: float) -> Any:
+            head = state.queue[0]
+            return HybridStep(108, (Chunk(head.id, head.known_tokens, 0),), False, steady=True)
+
+        def observe(self, step: Step, elapsed_s: float) -> None:
+            """It learns nothing."""
+
+    with pytest.raises(AssertionError, match="decodes alone"):
+        run_with(Wrong(), [(0.0, 10, 3)], device=A100)

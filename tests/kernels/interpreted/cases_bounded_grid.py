@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from paged import close
@@ -46,3 +47,22 @@ def test_copy(size, dtype):
     copy.copy(source, part[1:], num_sms=2)
     assert torch.equal(part[1:], source)
     assert part[0] == 0
+
+
+@pytest.mark.parametrize(("skip", "unit"), [(1, torch.uint8), (2, torch.int16), (4, torch.int32), (8, torch.int64)])
+def test_copy_of_memory_that_begins_anywhere(skip, unit, monkeypatch):
+    """Torch's own begins at multiples of 64; another's need not, and a wide load from an odd address fails on a GPU."""
+    memory = np.arange(4096 + 64, dtype=np.uint8)
+    first = -memory.ctypes.data % 64 + skip
+    source = torch.from_numpy(memory[first:first + 4096 - 64])
+    assert source.storage_offset() == 0
+    units, kernel = [], copy.memory_stream_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda a, b, *rest, **options: (units.append(a.dtype), kernel[grid](a, b, *rest, **options))
+
+    monkeypatch.setattr(copy, "memory_stream_kernel", Watched())
+    target = torch.zeros_like(source)
+    assert torch.equal(copy.copy(source, target, num_sms=1), source)
+    assert units == [unit]

@@ -77,3 +77,30 @@ def test_large_scores_do_not_overflow():
 def test_no_sequence():
     q, k, v, tables, n = problem([], 4, 2, 16, 16, torch.float32)
     assert da.decode_attention(q, k, v, tables, n, num_sms=2).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("magnitude", [1e4, 1e15, 1e17])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_scores_of_any_size_and_sign(magnitude, sign):
+    """Several splits whose best score is far below any finite stand-in for minus infinity."""
+    k, v, tables = paged_cache([300], 1, 16, 16, torch.float32)
+    k = torch.where(k.isnan(), k, sign * k.abs() * magnitude)
+    q, n = torch.rand(1, 4, 16, generator=torch.Generator().manual_seed(1)) * magnitude, torch.tensor([300], dtype=torch.int32)
+    close(da.decode_attention(q, k, v, tables, n, num_sms=5), da.decode_attention_reference(q, k, v, tables, n))
+
+
+@pytest.mark.parametrize(("group", "head_dim", "block_tokens"), [(1, 64, 1), (7, 128, 16), (8, 96, 8), (2, 256, 16)])
+def test_group_head_and_page_sizes_in_double_precision(group, head_dim, block_tokens):
+    """Every score on its own in float64; entries of the tables behind a sequence's last block are garbage."""
+    lengths = [0, 1, block_tokens, block_tokens + 1, 97]
+    q, k, v, tables, n = problem(lengths, group, 1, head_dim, block_tokens, torch.float32)
+    for row, tokens in enumerate(lengths):
+        tables[row, -(-tokens // block_tokens):] = (-1, 2**31 - 1)[row % 2]
+    out = da.decode_attention(q, k, v, tables, n, num_sms=3)
+    for row, tokens in enumerate(lengths):
+        places = [(tables[row, t // block_tokens], t % block_tokens) for t in range(tokens)]
+        for head in range(group):
+            scores = torch.tensor([(k[b, 0, o].double() @ q[row, head].double()).item() for b, o in places]) / head_dim**0.5
+            weights = torch.softmax(scores.double(), 0)
+            expected = sum((w * v[b, 0, o].double() for w, (b, o) in zip(weights, places, strict=True)), torch.zeros(head_dim))
+            close(out[row, head], expected.float())

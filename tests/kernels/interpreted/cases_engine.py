@@ -18,11 +18,12 @@ SPECS = {
 }
 
 
+@pytest.mark.parametrize("gemm", ["torch", "triton"])
 @pytest.mark.parametrize("name", list(SPECS))
-def test_kernels_generate_what_the_references_do(name):
+def test_kernels_generate_what_the_references_do(name, gemm):
     arch = Architecture.of(SPECS[name], torch.float32)
-    engines = [Engine(arch, random_weights(arch, 1, CPU), Ops(kernels), kv_blocks=16, max_tokens=64)
-               for kernels in ("triton", "torch")]
+    engines = [Engine(arch, random_weights(arch, 1, CPU), ops, kv_blocks=16, max_tokens=64)
+               for ops in (Ops("triton", gemm), Ops("torch"))]
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 61, (n,), generator=generator).tolist() for n in (1, 16, 19)]
     logits = []

@@ -80,3 +80,20 @@ def test_tiles_are_listed_longest_first():
 def test_no_rows():
     args = problem([0], [5], 4, 2, 16, 16, torch.float32)
     assert run(args, [0], [5]).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize(("group", "head_dim", "block_tokens"), [(1, 64, 1), (7, 128, 16), (8, 96, 8), (2, 256, 16)])
+def test_group_head_and_page_sizes_with_garbage_in_unused_table_entries(group, head_dim, block_tokens):
+    new, past = [17, 1, 0], [30, 15, 9]
+    q, k, v, tables, starts, lengths = problem(new, past, group, 1, head_dim, block_tokens, torch.float32)
+    for row, tokens in enumerate(lengths.tolist()):
+        tables[row, -(-tokens // block_tokens):] = (-1, 2**31 - 1)[row % 2]
+    out = run((q, k, v, tables, starts, lengths), new, past, num_sms=3)
+    close(out, pa.prefill_attention_reference(q, k, v, tables, starts, lengths))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_scores_of_any_size_and_sign(sign):
+    q, k, v, tables, starts, lengths = problem([20], [280], 4, 1, 16, 16, torch.float32)
+    args = (q.abs() * 1e17, torch.where(k.isnan(), k, sign * k.abs() * 1e17), v, tables, starts, lengths)
+    close(run(args, [20], [280]), pa.prefill_attention_reference(*args))
