@@ -93,8 +93,9 @@ def _sim_parser() -> argparse.ArgumentParser:
     add_workload_arguments(common)
     common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
     common.add_argument("--gpu", help="a100-80gb (default), h100, h200, h20, rtx4090")
-    common.add_argument("--device-model", choices=("fit", "table"), help="fit (default): coefficients; table: measured kernel "
-                        "tables, interpolated, for one-lane policies where the GPU's profile has them")
+    common.add_argument("--device-model", metavar="fit|table|DIR", help="fit (default): coefficients; table: measured kernel "
+                        "tables, interpolated, for one-lane policies where the GPU's profile has them; DIR: what "
+                        "bullet-profile fit --out DIR made of a sweep of your own")
     common.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
     common.add_argument("--seed", type=_whole, metavar="N", help="default 0; same seed, same bytes")
     common.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")

@@ -9,6 +9,7 @@ Sources of the built-in specifications stand beside the numbers.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -227,6 +228,15 @@ def get_model(name: str) -> ModelSpec:
     raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or give a path to a config.json")
 
 
+def model_label(model: ModelSpec) -> str:
+    """A built-in model's name. A config.json is known by what it says as well: another one of the same name is another
+    model, and neither resumes nor is divided by the other's rows.
+    """
+    if MODELS.get(model.name) == model:
+        return model.name
+    return f"{model.name}#{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
+
+
 def get_gpu(name: str) -> GpuSpec:
     """A built-in GPU by name."""
     if name not in GPUS:
@@ -326,8 +336,8 @@ class DeviceConfig:
     ``kv_tokens``: KV capacity; ``None`` derives it from the specs: memory x ``memory_utilization`` less weights
     and ``reserve_bytes`` for activations. ``contention_scale`` multiplies the contention loss,
     ``shared_prefill_share`` is the fraction of shared SMs' time that prefill gets (*assumed* 0.5),
-    ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means. ``timing``: ``fit`` (coefficients) or
-    ``table`` (measured kernel tables, interpolated: bullet/table_device.py).
+    ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means. ``timing``: ``fit`` (coefficients),
+    ``table`` (measured kernel tables, interpolated: bullet/table_device.py), or a folder of ``bullet-profile fit``.
     """
 
     model: str = "llama-3.1-8b"
@@ -357,7 +367,7 @@ class DeviceConfig:
         _require(0 <= self.reconfigure_s < 1, "device.reconfigure_s", self.reconfigure_s, "0 to 1 s")
         _require(0 <= self.noise_std < 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
         _require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")
-        _require(self.timing in ("fit", "table"), "device.timing (--device-model)", self.timing, "fit or table")
+        _require(bool(self.timing), "device.timing (--device-model)", self.timing, "fit, table or a folder of bullet-profile fit")
 
 
 @dataclass(frozen=True, slots=True)

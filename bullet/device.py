@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet import work as work_model
-from bullet.config import KV_BLOCK_TOKENS, DeviceConfig, GpuSpec, ModelSpec, get_gpu, get_model
+from bullet.config import KV_BLOCK_TOKENS, DeviceConfig, GpuSpec, ModelSpec, get_gpu, get_model, model_label
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
 
@@ -313,6 +313,15 @@ class DeviceModel:
         return self.coefficients.source + (f"; {', '.join(others)}: A100's" if others else "")
 
     # ---- building work ---------------------------------------------------------------------------
+
+    calibration: Mapping[str, Any] = {}
+    """Sizes at which an estimator takes its samples, where they are not :func:`bullet.perf.calibration_states`'s own."""
+    calibration_noise_std = 0.03
+    """Relative noise of those samples."""
+
+    def sampled(self) -> DeviceModel:
+        """The device as an estimator's samples see it."""
+        return self
 
     def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> StepWork:
         """``layers`` layers over (new, past) token pieces; the LM head on ``logits_seqs`` sequences (0: none)."""
@@ -703,13 +712,15 @@ def analytic_coefficients(gpu: GpuSpec) -> DeviceCoefficients:
 def load_device(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
     """The device of a configuration: fitted if a profile of (gpu, model) is shipped, else labelled what it is.
 
-    ``config.timing = "table"`` asks for the measured tables themselves instead.
+    ``config.timing = "table"`` asks for the measured tables themselves instead, a folder for what a fit wrote there.
     """
     if config.timing == "table":
         from bullet.table_device import load_table_device  # it builds on this module
 
         return load_table_device(config)
     model, gpu = get_model(config.model), get_gpu(config.gpu)
+    if config.timing != "fit":
+        return _load_folder(Path(config.timing), config, model, gpu, cache)
     path = PROFILES / gpu.name / model.name / "fit.json"
     others = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"))
     if path.is_file():
@@ -719,6 +730,29 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
                                            source=f"fitted on {others[0].parent.name}'s shapes")
     else:
         coefficients = analytic_coefficients(gpu)
+    return _with_options(coefficients, config, model, gpu, cache)
+
+
+def _with_options(coefficients: DeviceCoefficients, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec,
+                  cache: bool) -> DeviceModel:
     return DeviceModel(model, gpu, coefficients, tensor_parallel=config.tensor_parallel,
                        contention_scale=config.contention_scale, shared_prefill_share=config.shared_prefill_share,
                        cache=cache)
+
+
+def _load_folder(folder: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, cache: bool) -> DeviceModel:
+    """What ``bullet-profile fit --out FOLDER`` wrote: a GPU's fit.json, or a CPU's steps.json. One of another GPU or model
+    than the configuration's is refused."""
+    fitted, steps = folder / "fit.json", folder / "steps.json"
+    if steps.is_file() and not fitted.is_file():
+        from bullet.measured import load_measured  # it builds on this module
+
+        return load_measured(steps, config, model, gpu)
+    if not fitted.is_file():
+        raise ConfigError(f"device.timing (--device-model) = {str(folder)!r}: must be fit, table, or a folder that holds "
+                          "fit.json (steps.json of a CPU): bullet-profile fit SWEEP --out FOLDER makes one")
+    coefficients = DeviceCoefficients.from_json(fitted)
+    for name, found, wanted in (("gpu", gpu.name, "--gpu"), ("model", model_label(model), "--model")):
+        if coefficients.notes.get(name, found) != found:
+            raise ConfigError(f"{fitted}: fitted on {name} {coefficients.notes[name]}, not {found}: give it as {wanted}")
+    return _with_options(coefficients, config, model, gpu, cache)

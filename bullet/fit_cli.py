@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bullet.config import GPUS, DeviceConfig, ModelSpec, get_model
+from bullet.config import GPUS, DeviceConfig, ModelSpec, model_label
 from bullet.device import ANALYTIC_FROM, PROFILES, DeviceCoefficients, DeviceModel, load_device
 from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.fit_sms import AXIS, FLAT
+from bullet.measured import StepProfile
 from bullet.tables import Row
 
 DEFAULT_GPU = "a100-80gb"
@@ -27,7 +28,8 @@ ASKED = {
 FIT_EXAMPLES = """\
 examples:
   bullet-profile fit --gpu h100                             fit the shipped table again, print the errors
-  bullet-profile fit runs/gpu/samples.parquet --out mine    a sweep of your own: mine/fit.json, mine/SOURCE.md
+  bullet-profile fit runs/gpu --out mine                    a sweep of your own: mine/fit.json, mine/SOURCE.md; then
+                                                            bullet-sim run --gpu h200 --device-model mine
   bullet-profile fit --gpu a100-80gb --fit-on "gemm=sglang 0.5.10"
 """
 SHOW_EXAMPLES = """\
@@ -49,9 +51,12 @@ def add_commands(commands: Any) -> None:
     get.set_defaults(handler=import_)
     fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=FIT_EXAMPLES)
-    fitter.add_argument("samples", type=Path, nargs="?", help="samples.parquet (default: the shipped one of --gpu)")
+    fitter.add_argument("samples", type=Path, nargs="?", help="a sweep's folder, or a samples.parquet (default: the shipped one "
+                        "of --gpu)")
     fitter.add_argument("--gpu", choices=sorted(GPUS), help=f"whose shipped table (default {DEFAULT_GPU})")
-    fitter.add_argument("--model", default="llama-3.1-8b")
+    fitter.add_argument("--model", help="whose rows (default: the one that the sweep has; llama-3.1-8b)")
+    fitter.add_argument("--implementation", choices=("engine", "torch"), help="of a sweep: fit the project's own kernels or "
+                        "torch's (default: the engine's where they were measured); GEMMs are torch's in both")
     fitter.add_argument("--sm-data", type=Path, help="folder with published sweeps over SMs; without it the SM axis is the "
                         "samples' own, else what fit.json has, else A100's")
     fitter.add_argument("--fit-on", action="append", default=[], metavar="FAMILY=VERSION",
@@ -119,10 +124,14 @@ def listing(rows: Sequence[Row]) -> list[str]:
 def fit_(args: argparse.Namespace) -> int:
     """Fit, print the errors, write if asked."""
     from bullet.fit_show import error_lines
-    from bullet.fit_source import source_page, write_page
+    from bullet.fit_source import WHOSE, source_page, write_page
+    from bullet.fit_steps import is_cpu
+    from bullet.fit_sweep import model_of
 
-    model = get_model(args.model)
-    _, rows = _table(args)
+    path, table = _table(args)
+    model, rows = model_of(table, args.model, str(path))
+    if is_cpu(rows):
+        return _fit_steps(args, rows, model)
     if args.out is not None:  # before a fit of some seconds, not after
         _folder(args.out)
     asked = {}
@@ -131,7 +140,11 @@ def fit_(args: argparse.Namespace) -> int:
         if not equals:
             raise ConfigError(f"--fit-on {text}: must read FAMILY=VERSION, as in gemm=sglang 0.5.10")
         asked[family] = version
-    coefficients = fit_samples(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow)
+    coefficients = fit_samples(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow,
+                               implementation=args.implementation)
+    if "implementation" in coefficients.notes:
+        say(f"{coefficients.notes['gpu']}, {coefficients.notes['model']}: fitted on the rows of "
+            f"{WHOSE[coefficients.notes['implementation']]}")
     say("\n".join(error_lines(coefficients.notes["errors"])))
     if args.out is not None:
         try:
@@ -143,16 +156,51 @@ def fit_(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fit_steps(args: argparse.Namespace, rows: Sequence[Row], model: ModelSpec) -> int:
+    """Of a CPU: the engine's steps as measured."""
+    for flag, value in (("--implementation torch", args.implementation == "torch"), ("--fit-on", args.fit_on),
+                        ("--borrow", args.borrow), ("--sm-data", args.sm_data)):
+        if value:
+            raise ConfigError(f"{flag}: a CPU's rows are not fitted but interpolated, the engine's steps as they are")
+    profile = write_steps(rows, model, args.out)
+    say(f"{profile.hardware}, {profile.model}: {len(profile.prefill_tokens)} prefills and {len(profile.batches)} x "
+        f"{len(profile.contexts)} decode iterations of the engine, interpolated; nothing is fitted to a CPU")
+    if args.out is not None:
+        say(f"wrote {args.out / 'steps.json'} and SOURCE.md")
+    return 0
+
+
+def write_steps(rows: Sequence[Row], model: ModelSpec, out: Path | None) -> StepProfile:
+    """``steps.json`` and ``SOURCE.md`` into a folder, from a CPU's rows."""
+    from bullet import fit_steps
+    from bullet.fit_source import write_page
+
+    profile = fit_steps.profile_of(rows, model)
+    if out is not None:
+        _folder(out)
+        try:
+            (out / "steps.json").write_text(profile.to_json(), encoding="utf-8")
+            write_page(out / "SOURCE.md", fit_steps.page(rows, profile, model))
+        except OSError as exc:
+            raise ResultsError(f"{out}: cannot be written ({exc.strerror}): choose another --out") from None
+    return profile
+
+
 def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None,
-                asked: dict[str, str] | None = None, borrow: Sequence[str] = ()) -> DeviceCoefficients:
+                asked: dict[str, str] | None = None, borrow: Sequence[str] = (),
+                implementation: str | None = None) -> DeviceCoefficients:
     """Kernel families, SM axis and contention of a table: all that ``fit.json`` holds."""
     from bullet import fit_profile as profile
-    from bullet import fit_sms
+    from bullet import fit_sms, fit_sweep
 
     if sm_data is not None and not sm_data.is_dir():
         raise ProfileError(f"{sm_data}: no such folder (--sm-data)")
     borrowed = DeviceCoefficients.from_json(PROFILES / ANALYTIC_FROM / "llama-3.1-8b" / "fit.json")
+    table = rows
+    chosen = fit_sweep.of_implementation(table, implementation)
+    rows = chosen.rows
     out = profile.fit_profile(rows, model, borrowed=borrowed, asked=asked, borrow=borrow)
+    out.assumed += chosen.notes
     alone = profile.coefficients_of(out, FLAT)
     shipped = PROFILES / out.gpu.name / model.name / "fit.json"
     own = fit_sms.sweeps_of(profile.with_shapes(rows, model))
@@ -192,7 +240,12 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
                     "norm with fused residual lasts as long as the norm that was measured",
                     "the sampler costs nothing: the device has no term for it"]
     extra["waves"] = waves_by_evidence(out.errors)
-    noted = profile.with_notes(profile.coefficients_of(out, axis), out, rows)
+    if chosen.implementation is not None:
+        final = DeviceModel(model, out.gpu, profile.coefficients_of(out, axis))
+        out.errors |= fit_sweep.layer_errors(rows, final)
+        extra |= {"implementation": chosen.implementation, "operations": chosen.taken, "gpu": out.gpu.name,
+                  "model": model_label(model)}
+    noted = profile.with_notes(profile.coefficients_of(out, axis), out, table)
     return dataclasses.replace(noted, notes={**noted.notes, **extra})
 
 
@@ -250,13 +303,13 @@ def show_(args: argparse.Namespace) -> int:
 
 def _table(args: argparse.Namespace) -> tuple[Path, list[Row]]:
     """The table that a command names, else that of ``--gpu``; a table of another GPU than ``--gpu`` is refused."""
+    from bullet.fit_sweep import read_rows
     from bullet.importers import gpu_of
-    from bullet.tables import read_parquet
 
-    path: Path = args.samples or PROFILES / (args.gpu or DEFAULT_GPU) / args.model / "samples.parquet"
-    if not path.is_file():
+    path: Path = args.samples or PROFILES / (args.gpu or DEFAULT_GPU) / (args.model or "llama-3.1-8b") / "samples.parquet"
+    if not path.exists():
         raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
-    rows, _ = read_parquet(path)
+    rows = read_rows(path)
     if not rows:
         raise ProfileError(f"{path}: holds no rows")
     if args.gpu is not None and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != args.gpu:

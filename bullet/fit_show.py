@@ -87,4 +87,6 @@ def _group(name: str) -> tuple[int, str, str]:
     for i, family in enumerate(families):
         if name.startswith(family):
             return i, TITLES[family], name
+    if "_layer_" in name:
+        return len(families) + 2, "whole layers, the sum of their kernels: nothing fitted to them", name
     return len(families) + 1, TITLES["contention"], name

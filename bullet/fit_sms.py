@@ -266,7 +266,8 @@ def contention(rows: Sequence[Row], device: DeviceModel) -> tuple[dict[str, Any]
     """
     pairs = []
     for row in rows:
-        if row["kind"] == "corun" and row["slowdown"] and row["drift_ok"] is not False and row["corunner_sms"] and (
+        # Without a split both share all SMs, and how they do is another question than what memory costs.
+        if row["kind"] == "corun" and row["slowdown"] and row["drift_ok"] is not False and row["split_prefill_sms"] and (
                 row["partition"] != "unproven" and {row["op"], row["corunner"]} == {"prefill_layer", "decode_layer"}):
             pairs.append(row)
     if not pairs:

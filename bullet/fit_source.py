@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bullet.config import ModelSpec
 from bullet.device import DeviceCoefficients
-from bullet.tables import Row
+from bullet.tables import ENGINE_OPS, Row
 
 TITLES = {"gemm": "GEMM tiles, bandwidth, overheads", "rowwise": "norm, rotary, activation, embedding",
           "prefill_attention": "prefill attention", "decode_attention": "decode attention",
@@ -71,6 +71,10 @@ DEALINGS IN THE SOFTWARE.
 """
 
 
+WHOSE = {"engine": "the engine's own kernels (its GEMMs are torch's)", "torch": "torch's operations"}
+"""``--implementation`` in words."""
+
+
 def write_page(path: Path, page: str) -> None:
     """Write or replace the part below :data:`MARK`."""
     own = path.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if path.is_file() else ""
@@ -88,9 +92,13 @@ def source_page(coefficients: DeviceCoefficients, rows: Sequence[Row], model: Mo
              "Written by `bullet-profile import` and `bullet-profile fit`; the same tables give the same bytes. "
              f"{notes['parameters']} parameters.", "Nothing is fitted to serving results, least of all to the paper's.", "",
              "| coefficients | parameters | fitted on | licence |", "|---|---|---|---|"]
+    if "implementation" in notes:
+        taken = ", ".join(f"{op} from {own}" for op, own in notes["operations"].items())
+        lines.insert(4, f"Fitted on the rows of {WHOSE[notes['implementation']]} (`--implementation {notes['implementation']}`)"
+                        + (f": {taken}." if taken else "."))
     for family, count in notes["parameters_by_family"].items():
         if family in FAMILIES:
-            own = [r for r in rows if r["op"] in FAMILIES[family] and version_of(r) == sources[family]]
+            own = [r for r in rows if ENGINE_OPS.get(r["op"], r["op"]) in FAMILIES[family] and version_of(r) == sources[family]]
             places = sorted({(r["origin"] or r["gpu"], r["licence"] or "this project's") for r in own})
             where, licence = "; ".join(p for p, _ in places), ", ".join(sorted({x for _, x in places}))
             lines.append(f"| {TITLES[family]} | {count} | {sources[family]}: {where} | {licence} |")

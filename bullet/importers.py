@@ -17,7 +17,7 @@ from typing import Any
 
 from bullet.config import GPUS, GpuSpec, ModelSpec, get_gpu, get_model
 from bullet.errors import ProfileError
-from bullet.tables import KINDS, SOURCES, Row, check_row
+from bullet.tables import ENGINE_OPS, ENGINE_PHASES, KINDS, SOURCES, Row, check_row
 from bullet.units import MICRO, MILLI
 from bullet.work import dense_kernels, embedding_bytes
 
@@ -265,7 +265,7 @@ def check_place(row: Mapping[str, Any], gpu: GpuSpec) -> None:
         if row[name] not in allowed:
             raise ProfileError(f"{_name(row)}: {name} = {row[name]!r}: must be {', '.join(allowed)}")
     op = row["op"]
-    if op not in KNOWN_OPS and not op.startswith("gemm_") and not op.endswith("_layer"):
+    if op not in (*KNOWN_OPS, *ENGINE_OPS, *ENGINE_PHASES) and not op.startswith("gemm_") and not op.endswith("_layer"):
         raise ProfileError(f"{_name(row)}: op = {op!r}: must be gemm_*, *_layer, {', '.join(KNOWN_OPS)}")
     if row["device_sms"] != gpu.num_sms:
         raise ProfileError(f"{_name(row)}: device_sms = {row['device_sms']}: {gpu.name} has {gpu.num_sms}")

@@ -873,7 +873,8 @@ def make_estimator(name: str, *, device: DeviceModel, model: ModelSpec, gpu: Gpu
     """``srm``, ``srm-blind`` or ``oracle``, calibrated on samples of the device where it needs them."""
     if name not in ("srm", "srm-blind", "oracle"):
         raise ConfigError(f"unknown estimator {name!r}: must be srm, srm-blind or oracle")
-    samples = sample_device(device, calibration_states(device, splits), seed=seed)
+    samples = sample_device(device, calibration_states(device, splits, **device.calibration), seed=seed,
+                            noise_std=device.calibration_noise_std)
     if name == "oracle":
         return Oracle(device, gpu, splits, samples, recalibrate=recalibrate, error=error)
     return Srm(model, gpu, splits, samples, tensor_parallel=device.tensor_parallel, blind=name == "srm-blind",

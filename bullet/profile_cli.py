@@ -26,7 +26,7 @@ from bullet.runtime import plan as planning
 from bullet.runtime import summary, sweep
 from bullet.runtime.bench import Bench, CpuBench, SimulatedBench
 from bullet.runtime.partition import IGNORE_SM_COSCHEDULING, Split, SplitRefusedError, granularity, simulated_table
-from bullet.tables import Journal, agreement, finalise, read_journal, write_parquet
+from bullet.tables import ENGINE_PHASES, Journal, agreement, finalise, read_journal, write_parquet
 
 PROG = "bullet-profile"
 CPU_BUDGET_S = 45.0
@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--model", default=None, help="built-in name or a config.json (default llama-3.1-8b; tiny on a CPU)")
         command.add_argument("--budget-s", type=_positive, default=None, help="seconds for everything, start-up included")
         command.add_argument("--seed", type=int, default=0)
-        command.add_argument("--skip", action="append", default=[], choices=planning.OPS, metavar="OP",
+        command.add_argument("--skip", action="append", default=[], choices=(*planning.OPS, *ENGINE_PHASES), metavar="OP",
                              help="leave an operation out; may be repeated")
         command.add_argument("--threads", type=_threads, default=None, help="--device cpu: threads that stand in for SMs")
         command.add_argument("--noise-std", type=_not_negative, default=0.03, help="--device simulated: relative noise")
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _table(args)
             if args.command == "check":
                 return _check(args)
-            return _sweep(args, started_s)
+            return sweep_command(args, started_s)
     except BulletError as exc:
         sys.stdout.flush()
         sys.stderr.write(f"{PROG}: error: {' '.join(str(exc).split())}\n")
@@ -329,7 +329,8 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if session.report.proven and not session.report.refused else 1
 
 
-def _sweep(args: argparse.Namespace, started_s: float) -> int:
+def sweep_command(args: argparse.Namespace, started_s: float) -> int:
+    """``sweep`` and ``gpu``: exit status as :func:`main`'s."""
     model = get_model(args.model or ("tiny" if args.device == "cpu" else "llama-3.1-8b"))
     budget_s = args.budget_s if args.budget_s is not None else (CPU_BUDGET_S if args.device == "cpu" else None)
     if args.plan_only:
@@ -431,8 +432,8 @@ def _closing(bench: Bench, verdicts: list[str], rows: list[dict[str, Any]], resu
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Control, co-run and operation tables of what was measured last, then those of other models or backends that the
-    folder also holds: one cell never stands for two of them.
+    """Control, co-run, own kernels' and operation tables of what was measured last, then those of other models or backends
+    that the folder also holds: one cell never stands for two of them.
     """
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -443,7 +444,8 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {gpu}"}.get(
             backend, f"measured on {gpu}" + (", no partition" if backend == "none" else ""))
         on += f", {model}"
-        tables += [summary.control_lines(found, on), summary.corun_lines(found, on), summary.operation_lines(found, on)]
+        tables += [summary.control_lines(found, on), summary.corun_lines(found, on), summary.own_kernel_lines(found, on),
+                   summary.operation_lines(found, on)]
     return tables
 
 

@@ -62,7 +62,12 @@ def headline(summary: Mapping[str, Any]) -> str:
     rate = summary["request_rate"]
     arrivals = f"{rate:g} req/s" if rate is not None else "recorded arrivals"
     group = f"{summary['tensor_parallel']} x " if summary["tensor_parallel"] > 1 else ""
-    return (f"{summary['source']} on {group}{str(summary['gpu']).upper()} (device model: {summary['device_source']}), "
+    note = str(summary["device_source"])
+    if summary["source"] != "measured":
+        note = f"device model: {note}"
+    elif not note.startswith("no partition"):  # a real run has no model; what matters is whether SMs were partitioned
+        note = f"partition: {note}"
+    return (f"{summary['source']} on {group}{str(summary['gpu']).upper()} ({note}), "
             f"{_plain(summary['model'])}; {_plain(summary['trace'])}, {arrivals}, {summary['offered']} "
             f"{'request' if summary['offered'] == 1 else 'requests'}, seed {summary['seed']}")
 

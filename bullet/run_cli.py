@@ -35,10 +35,10 @@ from bullet.cli import (
 if TYPE_CHECKING:
     from bullet.config import GpuSpec, ModelSpec, RunConfig
     from bullet.device import DeviceModel
+    from bullet.measured import StepProfile
     from bullet.policies.base import Policy
     from bullet.results import RunOutcome
     from bullet.runtime.machine import Opened
-    from bullet.runtime.measured import StepProfile
     from bullet.state import SplitTable
     from bullet.workload import Workload
 
@@ -50,7 +50,7 @@ EXAMPLES = """examples:
   bullet-run recheck runs/real.jsonl
       would a fresh policy decide as --record runs/real.jsonl says?
   bullet-run validate --device cpu
-      step times, simulation and real run of the same requests, side by side
+      sweep, profile, simulation and real run of the same requests, side by side
 """
 
 
@@ -104,6 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
                           "fewer requests, then fewer policies")
     validate.add_argument("--from", type=Path, dest="source", metavar="DIR",
                           help="run nothing: simulate from the files of a validation and print its table")
+    validate.add_argument("--profile", type=Path, metavar="DIR", help="with --from: simulate on this folder of bullet-profile "
+                          "fit instead of the step times")
     validate.set_defaults(handler=_validate)
     return parser
 
@@ -162,26 +164,21 @@ def run_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig
         config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0))
 
 
-def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None) -> Policy:
-    """The policy object that the simulator would use; its estimator starts from ``device``."""
+def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None,
+                    model: ModelSpec | None = None) -> Policy:
+    """The policy object that the simulator would use; its estimator starts from ``device``. ``model``: the configuration's,
+    where its file need not be at hand."""
     from bullet import policies
     from bullet.config import get_model
-    from bullet.perf import Oracle, Srm, make_estimator
-    from bullet.runtime.measured import MeasuredDevice, samples_of
+    from bullet.perf import make_estimator
 
-    model = get_model(config.device.model)
+    model = model or get_model(config.device.model)
     assert config.slo.tpot_s is not None
     estimator = None
     if policies.needs_estimator(config.policy.name):
         assert device is not None
-        options: dict[str, Any] = {"recalibrate": config.policy.recalibrate, "error": config.policy.estimator_error}
-        name = config.policy.estimator
-        if isinstance(device, MeasuredDevice):
-            samples = samples_of(device, splits, config.seed)
-            estimator = (Oracle(device, gpu, splits, samples, **options) if name == "oracle"
-                         else Srm(model, gpu, splits, samples, blind=name == "srm-blind", **options))
-        else:
-            estimator = make_estimator(name, device=device, model=model, gpu=gpu, splits=splits, seed=config.seed, **options)
+        estimator = make_estimator(config.policy.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
+                                   seed=config.seed, recalibrate=config.policy.recalibrate, error=config.policy.estimator_error)
     return policies.make_policy(config.policy.name, policies.PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator,
                                                                            config.policy.options))
 
@@ -189,10 +186,10 @@ def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device:
 def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> DeviceModel:
     """What the estimator takes its samples from: measured step times, else the built-in profile of that GPU."""
     from bullet.device import PROFILES, DeviceCoefficients, DeviceModel, analytic_coefficients
-    from bullet.runtime.measured import MeasuredDevice
+    from bullet.measured import MeasuredDevice
 
     if profile is not None:
-        return MeasuredDevice(profile, model, gpu, sharing="fair")
+        return MeasuredDevice(profile.shown(gpu), model, gpu)
     fits = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"), key=lambda path: (path.parent.name != model.name, path))
     return DeviceModel(model, gpu, DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(gpu))
 
@@ -223,7 +220,8 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
             slos = [run.mean_slo_s if run.policy_reads_mean else run.slo_per_token_s * int(t) for t in workload.prompt_tokens]
             recorder = run.record = RecordWriter(
                 record, config, machine.splits, machine.kv_blocks, run.state.num_layers, slos, workload,
-                {"gpu": dataclasses.asdict(opened.gpu), "steps": None if profile is None else dataclasses.asdict(profile)})
+                {"gpu": dataclasses.asdict(opened.gpu), "model": dataclasses.asdict(model),
+                 "steps": None if profile is None else dataclasses.asdict(profile)})
         started = time.perf_counter()
         try:
             with recorder, _stops_between_steps(writer, args):
@@ -246,14 +244,27 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
     return outcome, summary
 
 
+def check_new_file(record: Path) -> None:
+    """Found before a device is opened and a run's folder made: whether ``--record`` can be written. Leaves nothing."""
+    from bullet.errors import ResultsError
+
+    try:
+        record.open("x").close()
+    except FileExistsError:
+        raise ResultsError(f"{record}: exists already: choose another --record (nothing is overwritten)") from None
+    except OSError as exc:
+        raise ResultsError(f"{record}: cannot be written ({exc.strerror}): choose another --record") from None
+    record.unlink()
+
+
 def _replay(args: argparse.Namespace) -> int:
     import json
 
     from bullet import policies, report
-    from bullet.config import get_model, resolve_slo
+    from bullet.config import get_model, model_label, resolve_slo
     from bullet.errors import ConfigError, ResultsError
+    from bullet.measured import StepProfile
     from bullet.runtime.machine import longest, measure_steps, open_machine
-    from bullet.runtime.measured import StepProfile
     from bullet.workload import load_workload
 
     config = run_config(args)
@@ -262,10 +273,9 @@ def _replay(args: argparse.Namespace) -> int:
         if value is not None and not policies.needs_estimator(config.policy.name):
             raise ConfigError(f"{flag} {value} has no effect: {config.policy.name} predicts nothing")
     workload = load_workload(config.workload, config.seed)
-    if args.record is not None and args.record.exists():
-        raise ResultsError(f"{args.record}: exists already: choose another --record (nothing is overwritten)")
     profile = None if args.steps is None else StepProfile.from_json(args.steps)
-    if profile is not None and profile.model != get_model(config.device.model).name:
+    model = get_model(config.device.model)
+    if profile is not None and profile.model not in (model.name, model_label(model)):
         raise ConfigError(f"{args.steps}: step times of {profile.model}, the model is {get_model(config.device.model).name}: "
                           "measure its own with bullet-run steps")
     config = dataclasses.replace(
@@ -274,11 +284,14 @@ def _replay(args: argparse.Namespace) -> int:
     folder = _fresh(args.out, f"real-{config.policy.name}-{Path(config.workload.trace).name}")
     if args.record is not None and not (args.record.parent.is_dir() or args.record.parent in (folder, *folder.parents)):
         raise ResultsError(f"{args.record}: no folder {args.record.parent}: make it, or choose another --record")
+    if args.record is not None and args.record.parent.is_dir():
+        check_new_file(args.record)
     # On a CPU at least what step times need.
     most = max(longest(config, workload), min(448, get_model(config.device.model).context_tokens) if args.device == "cpu" else 0)
     with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
                       threads=args.threads, say=say) as opened:
         machine = opened.machine
+        profile = None if profile is None else profile.shown(opened.gpu)
         if profile is not None and (profile.hardware, profile.num_sms) != (machine.name, machine.splits.num_sms):
             raise ConfigError(f"{args.steps}: step times of {profile.hardware} with {profile.num_sms} SMs, this is "
                               f"{machine.name} with {machine.splits.num_sms}: measure them here with bullet-run steps")
@@ -345,13 +358,13 @@ def _steps(args: argparse.Namespace) -> int:
 
 def policy_of_record(header: dict[str, Any], config: RunConfig, splits: SplitTable) -> Policy:
     """A fresh policy with the estimator that the recorded one began with."""
-    from bullet.config import GpuSpec, get_model
-    from bullet.runtime.measured import StepProfile
+    from bullet.config import GpuSpec, ModelSpec
+    from bullet.measured import StepProfile
 
-    raw = header["gpu"]
+    raw, model = header["gpu"], ModelSpec(**header["model"])
     gpu = GpuSpec(**{**raw, "compute_capability": tuple(raw["compute_capability"])})
     profile = None if header["steps"] is None else StepProfile.from_dict(header["steps"])
-    return make_policy_for(config, gpu, splits, estimator_device(get_model(config.device.model), gpu, profile))
+    return make_policy_for(config, gpu, splits, estimator_device(model, gpu, profile), model)
 
 
 def _recheck(args: argparse.Namespace) -> int:

@@ -1,17 +1,23 @@
 """``bullet-run validate``: the loop closed on one machine, simulated against measured.
 
-    check -> step times of the engine -> real runs of some requests -> the same requests simulated on those step times
+    CPU   sweep of the engine -> profile of its rows (bullet-profile fit) --+
+    GPU   check -> the engine's step times ---------------------------------+-> real runs of some requests
+                                                                            +-> the same requests simulated, one table
 
-The simulated side knows the machine only through ``steps.json``; it has the same policies, requests, KV and splits. All that
-is needed is in the folder, so that it can run later and elsewhere (``--from``), where simpy is. Stands above runtime and sim.
+The simulated side knows the machine through files alone: ``profile/`` on a CPU, ``steps.json`` on a GPU, or the folder of a fit
+of that GPU's sweep (``--profile``). It has the same policies, requests, KV and splits. All that is needed is in the folder, the
+model's config.json too, so that it can run later and elsewhere (``--from``), where simpy is. Stands above runtime and sim.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,10 +25,11 @@ from typing import Any
 import numpy as np
 
 from bullet.cli import _fresh, _safe
-from bullet.config import RunConfig, get_gpu, get_model, load_run_config, resolve_slo
+from bullet.config import MODELS, ModelSpec, RunConfig, get_gpu, get_model, load_run_config, resolve_slo
+from bullet.device import DeviceModel, load_device
 from bullet.errors import ConfigError, ProfileError, ResultsError
+from bullet.measured import MeasuredDevice, StepProfile
 from bullet.results import StepTable, create_folder, load_run, write_json, write_text
-from bullet.runtime.measured import MeasuredDevice, StepProfile
 from bullet.state import SplitTable
 from bullet.workload import Workload, load_workload
 
@@ -42,6 +49,8 @@ def validate(args: argparse.Namespace) -> int:
     """Measure (unless ``--from``), simulate, print one table, keep it as validation.txt and validation.json."""
     from bullet import run_cli
 
+    if args.profile is not None and args.source is None:
+        raise ConfigError("--profile: goes with --from DIR: what simulates the runs of a validation that was measured")
     if args.source is not None:
         folder = args.source
     else:
@@ -52,11 +61,12 @@ def validate(args: argparse.Namespace) -> int:
     if find_spec("simpy") is None:
         run_cli.say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
         return 0
-    result = compare(folder)
+    result = compare(folder, args.profile)
     lines = table(result)
     write_json(folder / "validation.json", result)
     write_text(folder / "validation.txt", "\n".join(lines) + "\n")
-    run_cli.say("\n" + "\n".join(lines) + f"\n\nwritten to {folder}/: validation.txt, validation.json, steps.json, real/, sim/")
+    run_cli.say("\n" + "\n".join(lines) + f"\n\nwritten to {folder}/: validation.txt, validation.json, "
+                f"{'sweep/, profile/' if (folder / 'profile').is_dir() else 'steps.json'}, real/, sim/")
     return 0
 
 
@@ -78,6 +88,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         raise ConfigError(f"--budget-s {args.budget_s:g}: must be positive")
     base = run_cli.run_config(args)
     model = get_model(base.device.model)
+    if base.device.model.endswith(".json"):
+        keep_model(Path(base.device.model), folder)
     most = min(448 if cpu else 8704, model.context_tokens)
     args.no_report = True
     started = time.monotonic()
@@ -85,19 +97,31 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     def say(text: str) -> None:
         run_cli.say(f"[{time.monotonic() - started:4.0f} s] {text}")
 
+    def left_s() -> float:
+        assert args.budget_s is not None
+        return float(args.budget_s - CLOSING_S - (time.monotonic() - started))
+
+    profile = None
+    if cpu:
+        say("check: a CPU has no SM partitions to prove; lanes take turns, and everything is labelled CPU")
+        sweep(args, base, folder / "sweep", say)
+        profile = profile_of_sweep(folder, model).shown(get_gpu(base.device.gpu))
+        say(f"profile of its rows: {folder / 'profile'}/steps.json, interpolated (nothing is fitted to a CPU: SOURCE.md there)")
+    steps_s = time.monotonic() - started
     with open_machine(args.device, base, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
                       threads=args.threads, say=say) as opened:
         machine = opened.machine
         say(f"{machine.name}; partition: {machine.partition}")
-        began = time.monotonic()
-        profile = measure_steps(opened, model, seed=base.seed, repeats=5 if cpu else 3)
-        steps_s = time.monotonic() - began
-        write_text(folder / "steps.json", profile.to_json())
-        say("step times taken")
+        if profile is None:
+            began = time.monotonic()
+            profile = measure_steps(opened, model, seed=base.seed, repeats=3)
+            steps_s = time.monotonic() - began
+            write_text(folder / "steps.json", profile.to_json())
+            say("step times taken")
         rate = args.rate or LOAD_SHARE * capacity(profile, cpu)
         count = args.num_requests or (100 if cpu else 60)
         if args.budget_s is not None:
-            names, count = fitting(names, count, rate, args.budget_s - CLOSING_S - (time.monotonic() - started))
+            names, count = fitting(names, count, rate, left_s())
             say(f"within {args.budget_s:g} s: {count} requests each for {', '.join(names)}")
         write_text(folder / "trace.csv", synthetic(count, rate, cpu, base.seed))
         config = dataclasses.replace(
@@ -111,16 +135,63 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             _, summary = run_cli.serve(one, workload, opened, profile, folder / "real" / _safe(name), args)
             say(f"{name}: {summary['completed']} of {summary['offered']} requests at {rate:.2f} req/s, mean TTFT "
                 f"{summary['mean_ttft_ms'] or 0:.0f} ms")
-        if args.budget_s is not None and args.budget_s - CLOSING_S - (time.monotonic() - started) < steps_s:
+        if args.budget_s is not None and left_s() < steps_s:
             say("no time is left to take the step times again: the drift stays unknown")
             return
         try:
-            after = measure_steps(opened, model, seed=base.seed, repeats=3 if cpu else 1, corun_s=0.2)
+            if cpu:
+                sweep(args, base, folder / "sweep-after", say, again=True)
+            else:
+                after = measure_steps(opened, model, seed=base.seed, repeats=1, corun_s=0.2)
+                write_text(folder / "steps-after.json", after.to_json())
         except ProfileError as exc:  # the runs are there: they are worth their table without it
             say(f"no second step times ({exc}): the drift stays unknown")
             return
-        write_text(folder / "steps-after.json", after.to_json())
         say("step times taken again")
+
+
+MODEL_FILE = "model.json"
+
+
+def keep_model(source: Path, folder: Path) -> None:
+    """The model's config.json, its name with it (else the folder's): a validation can be made again where that file is not."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    write_json(folder / MODEL_FILE, {**config, "_name_or_path": get_model(str(source)).name})
+
+
+SWEEP_S = 45.0
+"""Budget of a CPU's sweep, which takes a quarter of it on an idle core."""
+
+
+def sweep(args: argparse.Namespace, base: RunConfig, out: Path, say: Callable[[str], None], *, again: bool = False) -> None:
+    """``bullet-profile sweep --device cpu`` of the engine's layers and steps into ``out``, as the command does it; ``again``: the
+    steps alone. Torch's operations play no part here, and a busy machine changes while they are swept."""
+    from bullet import profile_cli
+    from bullet.runtime import plan
+
+    budget_s = SWEEP_S if args.budget_s is None else min(SWEEP_S, 0.3 * args.budget_s)
+    wanted = {"gemm_lm_head", *(() if again else plan.ENGINE_LAYERS)}
+    skip = [word for op in plan.OPS if op not in wanted for word in ("--skip", op)]
+    command = profile_cli.build_parser().parse_args([
+        "sweep", "--device", "cpu", "--model", base.device.model, "--threads", str(args.threads), "--seed", str(base.seed),
+        "--budget-s", f"{budget_s:.3f}", "--out", str(out), *skip])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # its plan and summary are in its folder
+        status = profile_cli.sweep_command(command, time.monotonic())
+    if status in (130, 143):
+        raise KeyboardInterrupt
+    if status:
+        raise ProfileError(f"{out}: the sweep ended with status {status}: see summary.txt there")
+    say(next((line for line in printed.getvalue().splitlines() if line.startswith("Sweep:")), "swept"))
+
+
+def profile_of_sweep(folder: Path, model: ModelSpec, which: str = "sweep", out: str | None = "profile") -> StepProfile:
+    """``bullet-profile fit`` of a CPU's sweep: its files, and what they say."""
+    from bullet.fit_cli import write_steps
+    from bullet.fit_sweep import model_of, read_rows
+
+    _, rows = model_of(read_rows(folder / which), None if model.name in MODELS else str(folder / MODEL_FILE), str(folder / which))
+    return write_steps(rows, model, None if out is None else folder / out)
 
 
 def fitting(names: Sequence[str], count: int, rate: float, left_s: float) -> tuple[Sequence[str], int]:
@@ -132,7 +203,7 @@ def fitting(names: Sequence[str], count: int, rate: float, left_s: float) -> tup
         fit = int(rate * left_s / (1.5 * kept))
         if fit >= min(count, LEAST_REQUESTS):
             return names[:kept], min(count, fit)
-    raise ProfileError(f"--budget-s: {max(left_s, 0):.0f} s are left after the step times (kept in steps.json), too few for "
+    raise ProfileError(f"--budget-s: {max(left_s, 0):.0f} s are left after the step times (kept), too few for "
                        f"{min(count, LEAST_REQUESTS)} requests at {rate:.2f} req/s: give more, or a higher --rate")
 
 
@@ -179,32 +250,43 @@ def splits_of(profile: StepProfile, config: RunConfig) -> SplitTable:
     return SplitTable.every(profile.num_sms, config.device.partition_step_sms)
 
 
-def compare(folder: Path) -> dict[str, Any]:
-    """Simulate every real run of the folder on its step times; figures of both sides, and of steps by lane and SMs."""
+def stored_steps(folder: Path) -> StepProfile:
+    """The machine as the folder's step times have it: on a CPU from its sweep, on a GPU from the engine."""
+    swept = folder / "profile" / "steps.json"
+    return StepProfile.from_json(swept if swept.is_file() else folder / "steps.json")
+
+
+def device_of(config: RunConfig, steps: StepProfile, given: Path | None) -> DeviceModel:
+    """What simulates: the step times, or the folder of a fit that was given."""
+    if given is not None:
+        return load_device(dataclasses.replace(config.device, timing=str(given)))
+    gpu = dataclasses.replace(get_gpu(config.device.gpu), num_sms=steps.num_sms)
+    return MeasuredDevice(steps, get_model(config.device.model), gpu)
+
+
+def compare(folder: Path, given: Path | None = None) -> dict[str, Any]:
+    """Simulate every real run of the folder on its profile; figures of both sides, and of steps by lane and SMs."""
     from bullet import metrics, run_cli
     from bullet.sim.driver import simulate
 
     real = sorted((folder / "real").glob("*/config.toml"))
     if not real:
         raise ResultsError(f"{folder}/real: holds no run: is it the folder of bullet-run validate?")
-    profile = StepProfile.from_json(folder / "steps.json")
-    after = folder / "steps-after.json"
-    runs, left_out, offered, seed = [], [], 0, 0
+    measured = stored_steps(folder)
+    runs, left_out, offered, seed, source = [], [], 0, 0, ""
     for path in real:
         stored = load_run(path.parent)
         if not stored.summary["complete"]:
             left_out.append(stored.config.policy.name)
             continue
         offered, seed = stored.summary["offered"], stored.summary["seed"]
-        config = load_run_config(path)
-        trace = dataclasses.replace(config.workload, trace=str(folder / "trace.csv"))
-        workload: Workload = load_workload(trace, config.seed)
-        config = dataclasses.replace(config, workload=trace)
-        model, gpu = get_model(config.device.model), get_gpu(config.device.gpu)
-        gpu = dataclasses.replace(gpu, num_sms=profile.num_sms)
-        device = MeasuredDevice(profile, model, gpu)
-        policy = run_cli.make_policy_for(config, gpu, splits_of(profile, config),
-                                         MeasuredDevice(profile, model, gpu, sharing="fair"))
+        config = here(load_run_config(path), folder)
+        workload: Workload = load_workload(config.workload, config.seed)
+        profile = measured.shown(get_gpu(config.device.gpu))
+        device = device_of(config, profile, given)
+        source = device.source
+        gpu = dataclasses.replace(get_gpu(config.device.gpu), num_sms=profile.num_sms)
+        policy = run_cli.make_policy_for(config, gpu, splits_of(profile, config), device)
         outcome = simulate(config, workload=workload, device=device, policy=policy)
         summary = metrics.summarise(outcome)
         (folder / "sim").mkdir(exist_ok=True)
@@ -216,9 +298,37 @@ def compare(folder: Path) -> dict[str, Any]:
                      "steps": step_rows(outcome.steps, stored.steps, device)})
     if not runs:
         raise ResultsError(f"{folder}/real: no run came to its end: bullet-run validate again, into another folder")
-    return {"hardware": profile.hardware, "partition": profile.partition, "model": profile.model,
-            "requests": offered, "seed": seed, "left_out": left_out,
-            "drift": drift(profile, StepProfile.from_json(after)) if after.exists() else None, "runs": runs}
+    return {"hardware": profile.hardware, "partition": profile.partition, "model": profile.model, "device": source,
+            "known_by": known_by(folder, given), "requests": offered, "seed": seed, "left_out": left_out,
+            "drift": found_drift(folder, config), "runs": runs}
+
+
+def here(config: RunConfig, folder: Path) -> RunConfig:
+    """A stored configuration with the folder's own trace and model: neither need be where they were when it was measured."""
+    model = folder / MODEL_FILE
+    return dataclasses.replace(
+        config, workload=dataclasses.replace(config.workload, trace=str(folder / "trace.csv")),
+        device=dataclasses.replace(config.device, model=str(model)) if model.is_file() else config.device)
+
+
+def known_by(folder: Path, given: Path | None) -> str:
+    """Through what the simulator knows the machine, for the table's head."""
+    if given is not None:
+        return f"the profile {given} alone"
+    return "rows of its sweep alone, interpolated" if (folder / "profile").is_dir() else "its step times alone"
+
+
+def found_drift(folder: Path, config: RunConfig) -> list[float] | None:
+    """Of the step times after the runs, where they were taken."""
+    before = stored_steps(folder)
+    if (folder / "steps-after.json").is_file():
+        return drift(before, StepProfile.from_json(folder / "steps-after.json"))
+    if not (folder / "sweep-after").is_dir():
+        return None
+    try:
+        return drift(before, profile_of_sweep(folder, get_model(config.device.model), "sweep-after", None))
+    except ProfileError:  # cut short
+        return None
 
 
 def drift(before: StepProfile, after: StepProfile) -> list[float]:
@@ -229,7 +339,7 @@ def drift(before: StepProfile, after: StepProfile) -> list[float]:
     return [float(np.median(ratios)), min(ratios), max(ratios)]
 
 
-def step_rows(simulated: StepTable, measured: StepTable, device: MeasuredDevice) -> list[dict[str, Any]]:
+def step_rows(simulated: StepTable, measured: StepTable, device: DeviceModel) -> list[dict[str, Any]]:
     """Steps by lane, SMs and whether anything ran beside them: counts and medians of both sides. For steps alone also the
     median error of the step times at the very work of each real step, as its row has it."""
     rows = []
@@ -249,7 +359,7 @@ def step_rows(simulated: StepTable, measured: StepTable, device: MeasuredDevice)
     return rows
 
 
-def same_work_s(device: MeasuredDevice, lane: str, sms: int, side: Mapping[str, Any], i: int) -> float:
+def same_work_s(device: DeviceModel, lane: str, sms: int, side: Mapping[str, Any], i: int) -> float:
     """The step times' answer for one real step alone; a batch of prompts counts as one of their sum."""
     tokens, seqs, context = (int(side[name][i]) for name in ("prefill_tokens", "decode_seqs", "context_tokens"))
     layers, first = int(side["layers"][i]), int(side["first_layer"][i])
@@ -275,8 +385,8 @@ def _percent(simulated: float | None, measured: float | None) -> str:
 def table(result: Mapping[str, Any]) -> list[str]:
     """Both sides as text, under 120 columns; says first on what it was measured."""
     lines = [f"Simulated against measured on {result['hardware']} (partition: {result['partition']}), {result['model']},",
-             f"{result['requests']} synthetic requests, seed {result['seed']}; the simulator knows the machine by its step times "
-             "alone", "", f"{'policy':<14} {'figure':<14} {'simulated':>10} {'measured':>10} {'error':>8}"]
+             f"{result['requests']} synthetic requests, seed {result['seed']}; the simulator knows the machine by "
+             f"{result['known_by']}", "", f"{'policy':<14} {'figure':<14} {'simulated':>10} {'measured':>10} {'error':>8}"]
     lines.append("-" * len(lines[-1]))
     for run in result["runs"]:
         for title, (simulated, measured) in run["figures"].items():

@@ -31,8 +31,8 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "kind": ("str", "solo | corun | control | anchor"),
     "tier": ("str", "part of the plan that asked for it"),
     "op": ("str", "operation timed: gemm_* of the model's shapes, gemm (any other shape), prefill_attention, decode_attention, "
-                  "paged_decode_attention (our kernel), "
-                  "mixed_attention, norm, rope, act, embedding, sampler, copy, all_reduce, *_layer"),
+                  "mixed_attention, norm, rope, act, embedding, sampler, copy, all_reduce, *_layer; paged_decode_attention and "
+                  "own_* (our kernels), engine_* (our engine)"),
     "phase": ("str", "prefill | decode | mixed | either"),
     "tokens": ("int", "new tokens over the whole batch (rows of a GEMM)"),
     "batch": ("int", "sequences"),
@@ -99,6 +99,14 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "triton": ("str", "triton version"),
     "bullet": ("str", "version of this project"),
 }
+ENGINE_OPS: Mapping[str, str] = {
+    "paged_decode_attention": "decode_attention", "own_prefill_attention": "prefill_attention", "own_norm": "norm",
+    "own_rope": "rope", "own_act": "act", "own_gemm_gate_up": "gemm_gate_up", "own_copy": "copy",
+    "engine_prefill_layer": "prefill_layer", "engine_decode_layer": "decode_layer"}
+"""What the project's own kernels and its engine's layers do -> the operation in torch beside which they are measured."""
+ENGINE_PHASES = ("engine_prefill", "engine_prefill_by_layer", "engine_decode")
+"""Whole steps of the engine as the driver launches them, the host's work included: a prefill, the same in one launch a layer, a
+decode iteration. Measured on a CPU only: on a GPU a sweep times graphs, which hold no host work."""
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
 REQUIRED = ("id", "kind", "op", "backend", "partition", "lane", "sms", "device_sms", "corunner", "median_s", "source", "gpu")
 OWN = ("samples", "measured_at")

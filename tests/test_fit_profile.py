@@ -270,6 +270,8 @@ def test_the_loss_comes_back_from_co_running_layers(loss: float) -> None:
 def test_contention_needs_rows_or_is_assumed() -> None:
     device = DeviceModel(LLAMA, GPU, TRUTH)
     assert fit_sms.contention(made_table(), device) == ({}, {})
+    shared = [{**r, "split_prefill_sms": None, "split_decode_sms": None} for r in corun_rows(device)]
+    assert fit_sms.contention(shared, device) == ({}, {})  # unpartitioned rows tell how SMs are shared, not the loss
     with pytest.raises(ProfileError, match="contention: 2 co-run rows with a slow-down, at least 4"):
         fit_sms.contention(finalise(corun_rows(device)[:4]), device)
 

@@ -179,7 +179,7 @@ class Workloads:
             return self._paged(op, tokens, batch, context_tokens, role)
         if op.startswith("gemm_"):
             return self._gemm(op, tokens, role)
-        if op in ("norm", "copy"):
+        if op in ("norm", "copy", "rope", "act"):
             return self._rowwise(op, tokens)
         raise ProfileError(f"operation {op!r} has no torch reference")
 
@@ -299,7 +299,14 @@ class Workloads:
         return Workload(op, lambda i: F.linear(inputs[i], weights[i]), count, footprint)
 
     def _rowwise(self, op: str, tokens: int) -> Workload:
-        hidden = self.model.hidden_size
+        m, hidden = self.model, self.model.hidden_size
+        if op == "act":
+            count = self._rotation(3 * tokens * m.intermediate_size * self.dtype.itemsize)
+            wide = [self._random(tokens, 2 * m.intermediate_size) for _ in range(count)]
+            return Workload(op, lambda i: F.silu(wide[i][:, :m.intermediate_size]) * wide[i][:, m.intermediate_size:], count,
+                            3 * tokens * m.intermediate_size * self.dtype.itemsize)
+        if op == "rope":
+            return self._rope(op, tokens)
         one = tokens * hidden * self.dtype.itemsize
         count = self._rotation(2 * one)
         first = [self._random(tokens, hidden) for _ in range(count)]
@@ -308,3 +315,20 @@ class Workloads:
             return Workload(op, lambda i: second[i].copy_(first[i]), count, 2 * one)
         weight = self._random(hidden)
         return Workload(op, lambda i: F.rms_norm(first[i] + second[i], (hidden,), weight, RMS_EPS), count, 2 * one)
+
+    def _rope(self, op: str, tokens: int) -> Workload:
+        """Rotary embedding of queries and keys, keys and values written to a cache: as :func:`layer` does."""
+        m = self.model
+        turned, heads = m.num_heads + m.num_kv_heads, m.num_heads + 2 * m.num_kv_heads
+        footprint = 2 * tokens * heads * m.head_dim * self.dtype.itemsize
+        count = self._rotation(footprint)
+        qkv = [self._random(tokens, heads, m.head_dim) for _ in range(count)]
+        cache = [torch.empty(tokens, 2 * m.num_kv_heads, m.head_dim, dtype=self.dtype, device=self.device) for _ in range(count)]
+        cos, sin = rope_tables(torch.arange(tokens, device=self.device), m.head_dim, self.dtype)
+
+        def run(i: int) -> Tensor:
+            qk = rotate(qkv[i][:, :turned], cos, sin)
+            cache[i][:, :m.num_kv_heads] = qk[:, m.num_heads:]
+            cache[i][:, m.num_kv_heads:] = qkv[i][:, turned:]
+            return qk
+        return Workload(op, run, count, footprint)

@@ -23,7 +23,8 @@ from bullet.errors import ProfileError
 from bullet.kernels import timing
 from bullet.perf import SampledState, sample_device
 from bullet.runtime.partition import Lane, Pair, PartitionTable, Split
-from bullet.runtime.plan import ENGINE_LAYERS, PAGED, Point, Shape, flops_and_bytes
+from bullet.runtime.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, flops_and_bytes
+from bullet.tables import ENGINE_PHASES
 
 CPU_NAME = "CPU, no partition"
 
@@ -147,6 +148,8 @@ class CpuBench:
                                                   limit_bytes=limit_bytes // 8, seed=seed)
         self._built: dict[tuple[Shape, str], Any] = {}
         self._repeats: dict[tuple[Shape, str, int], int] = {}
+        self._between: dict[Any, Callable[[], None]] = {}
+        """What runs, untimed, before each replay of a shape; a replay is then one repetition."""
         # One thread cannot be split: both lanes then name the same one, which alternation permits.
         splits = [Split(p, self.num_units - p) for p in range(1, self.num_units)] or [Split(1, 1)]
         self.table = PartitionTable("none", self.num_units, [
@@ -154,9 +157,11 @@ class CpuBench:
             for i, s in enumerate(splits)])
 
     def allowed(self, point: Point) -> bool:
-        """Triton kernels run on a GPU only; the engine's layers need its packages."""
-        ops = (point.shape.op, point.other and point.other.op)
-        return PAGED not in ops and (self._engine or not set(ENGINE_LAYERS).intersection(ops))
+        """Triton kernels run on a GPU only; the engine's layers and steps need its packages, and steps a model long enough."""
+        ops = {point.shape.op, point.other and point.other.op}
+        if point.shape.op in ENGINE_PHASES and not (self._engine and self._shop.steps.fits(*point.shape[1:])):
+            return False
+        return not ops.intersection(OWN_KERNELS) and (self._engine or not ops.intersection(ENGINE_LAYERS))
 
     def measure(self, point: Point) -> list[Measurement]:
         if point.kind == "solo":
@@ -192,6 +197,8 @@ class CpuBench:
     def _once(self, shape: Shape | str, lane: str, units: int, repetitions: int) -> timing.Interval:
         work = self._workload(shape, lane)
         self._torch.set_num_threads(units)
+        if shape in self._between:
+            self._between[shape]()
         start = self._clock()
         for i in range(repetitions):
             work.run(i % work.rotation)
@@ -204,6 +211,8 @@ class CpuBench:
             once = self._once(shape, lane, units, 1)
             rotation = self._workload(shape, lane).rotation
             longest = max(1, math.ceil(2 * self._min_replay_s / max(once.end_s - once.start_s, 1e-9)))
+            if shape in self._between:
+                longest = 1
             self._repeats[key] = min(longest, timing.repeats(once.end_s - once.start_s, self._min_replay_s, rotation))
         return self._repeats[key]
 
@@ -219,6 +228,8 @@ class CpuBench:
             else:
                 assert isinstance(shape, Shape)
                 built = self._shop.build(*shape, role=role)
+                if shape.op in ENGINE_PHASES:  # in service a step finds the caches as another one left them
+                    self._between[shape] = self._shop.steps.other_steps
             self._built[(shape, role)] = built
         return self._built[(shape, role)]
 
@@ -235,6 +246,7 @@ class CpuBench:
     def close(self) -> None:
         self._torch.set_num_threads(self._before)
         self._built.clear()
+        self._between.clear()
         self._shop.clear()
 
 

@@ -56,7 +56,8 @@ from bullet.runtime.partition import (
     software_table,
     unpartitioned_table,
 )
-from bullet.runtime.plan import ENGINE_LAYERS, PAGED, Point, Rates, Shape, choose_splits, flops_and_bytes
+from bullet.runtime.plan import PAGED, Point, Rates, Shape, choose_splits, flops_and_bytes
+from bullet.tables import ENGINE_OPS
 
 log = logging.getLogger(__name__)
 
@@ -166,14 +167,15 @@ class CudaBench:
     # ---- the Bench interface -----------------------------------------------------------------------
 
     def allowed(self, point: Point) -> bool:
-        """The software backend bounds no torch operation; controls other than memory, and our own kernel, need triton."""
+        """The software backend bounds no torch operation; controls other than memory, and all of our own, need triton; the
+        engine computes no mixture of experts."""
         if self.backend in ("none", "software") and point.split is not None:
             return False
         ops = {point.shape.op, point.other and point.other.op}
-        if self.model.num_experts and ops.intersection(ENGINE_LAYERS):
+        own = ops.intersection(ENGINE_OPS)
+        if self.model.num_experts and own - {PAGED}:
             return False
-        triton = point.control == "alu_spin" or ops.intersection((PAGED, *ENGINE_LAYERS))
-        return not (self._kernels is None and triton)
+        return not (self._kernels is None and (point.control == "alu_spin" or own))
 
     def measure(self, point: Point) -> list[Measurement]:
         with bounded(point.key):

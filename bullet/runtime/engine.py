@@ -200,6 +200,14 @@ class Engine:
         self.preempt(request_id)
         return self.sequences.pop(request_id).generated
 
+    def rewind(self, request_id: int, tokens: int, cached: int) -> None:
+        """Back to so many tokens, known and cached, blocks kept: for taking the time of the same step again."""
+        sequence = self._idle(request_id)
+        assert 0 <= cached <= sequence.cached, (request_id, cached, sequence.cached)
+        assert cached < tokens <= len(sequence.tokens), (request_id, cached, tokens, len(sequence.tokens))
+        del sequence.tokens[tokens:]
+        sequence.cached = cached
+
     def check(self) -> None:
         """I4: every block is free or held by exactly one sequence."""
         held = [b for s in self.sequences.values() for b in s.blocks]

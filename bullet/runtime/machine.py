@@ -19,9 +19,9 @@ import numpy as np
 
 from bullet.config import GPUS, KV_BLOCK_TOKENS, GpuSpec, ModelSpec, RunConfig, get_gpu, get_model
 from bullet.errors import BulletError, ConfigError, EngineError, ProfileError
+from bullet.measured import StepProfile
 from bullet.runtime.bench import CPU_NAME
 from bullet.runtime.driver import Machine
-from bullet.runtime.measured import StepProfile
 from bullet.state import Chunk, SplitTable
 from bullet.workload import Workload, stream
 

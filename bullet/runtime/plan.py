@@ -1,9 +1,10 @@
 """Which points a sweep measures, in which order, and how long that takes. Pure: no torch, no clock.
 
-Priority: the co-run matrix and the runs alone that its slow-downs need, then controls, then the SM axis of single
-operations, then pairs of single operations at once, more shapes, and a finer co-run matrix. ``budget_s`` cuts this list
-at the end, so that a larger budget measures a superset. What is kept runs in an order drawn from the seed within each
-tier: a run that is cut off has lost the least important part, and slow drift does not line up with an axis.
+Priority: the co-run matrix and the runs alone that its slow-downs need; the project's own kernels beside torch's on the
+whole device, its engine's layers at once, and the sizes that the least fit needs; controls; the SM axis of torch's
+operations; more shapes; pairs of operations at once; the own kernels along SMs; shapes on a lane; a finer co-run matrix.
+``budget_s`` cuts this list at the end, so that a larger budget measures a superset. What is kept runs in an order drawn from
+the seed within each tier: a run that is cut off has lost the least important part, and slow drift does not line up with an axis.
 
 Estimated times rest on data-sheet rates and assumed overheads: they are for planning, never results.
 """
@@ -20,20 +21,24 @@ from bullet import work
 from bullet.config import ModelSpec
 from bullet.errors import ProfileError
 from bullet.runtime.partition import Granularity, Split, legal_splits, nearest_split
+from bullet.tables import ENGINE_OPS, ENGINE_PHASES
 
-TIERS = ("co-run matrix", "controls", "SM axis", "co-running operations", "shapes", "finer co-run matrix")
+TIERS = ("co-run matrix", "engine phases", "own kernels", "controls", "SM axis", "shapes", "co-running operations",
+         "own kernels on SMs", "shapes on a lane", "finer co-run matrix")
 CONTROLS = ("alu_spin", "memory_stream")
 ANCHOR_EVERY = 20
 
 GEMMS = ("gemm_qkv", "gemm_o", "gemm_gate_up", "gemm_down", "gemm_lm_head")
-PAGED = "paged_decode_attention"
-"""The project's own Triton kernel, which bounds its own grid; ``decode_attention`` is torch's."""
+PAGED, OWN_PREFILL = "paged_decode_attention", "own_prefill_attention"
+OWN_ROWWISE = ("own_norm", "own_rope", "own_act")
+OWN_KERNELS = (PAGED, OWN_PREFILL, *OWN_ROWWISE, "own_gemm_gate_up", "own_copy")
+"""The project's own Triton kernels, which bound their own grids; those of :data:`bullet.tables.ENGINE_OPS` are torch's."""
 ENGINE_LAYERS = ("engine_prefill_layer", "engine_decode_layer")
 """A layer as the project's engine runs it: paged cache, fused kernels; ``prefill_layer``, ``decode_layer`` are torch's."""
-OPS = (*GEMMS, "prefill_attention", "decode_attention", PAGED, "norm", "copy", "prefill_layer", "decode_layer", *ENGINE_LAYERS)
-_PHASE = {ENGINE_LAYERS[0]: "prefill", ENGINE_LAYERS[1]: "decode",
-          PAGED: "decode", "prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode",
-          "decode_layer": "decode"}
+OPS = (*GEMMS, "prefill_attention", "decode_attention", "norm", "rope", "act", "copy", "prefill_layer", "decode_layer",
+       *OWN_KERNELS, *ENGINE_LAYERS)
+_PHASE = {"prefill_attention": "prefill", "prefill_layer": "prefill", "decode_attention": "decode", "decode_layer": "decode",
+          ENGINE_PHASES[0]: "prefill", ENGINE_PHASES[1]: "prefill", ENGINE_PHASES[2]: "decode"}
 
 
 class Shape(NamedTuple):
@@ -51,7 +56,7 @@ class Shape(NamedTuple):
     @property
     def phase(self) -> str:
         """prefill, decode, or either."""
-        return _PHASE.get(self.op, "either")
+        return _PHASE.get(ENGINE_OPS.get(self.op, self.op), "either")
 
     def __str__(self) -> str:
         return f"{self.op}:{self.tokens}x{self.batch}@{self.context_tokens}"
@@ -69,16 +74,22 @@ def decode(op: str, batch: int, context_tokens: int) -> Shape:
 
 def kernels_of(model: ModelSpec, shape: Shape) -> list[work.KernelWork]:
     """The kernels that one repetition stands for (bullet.work)."""
+    if shape.op in ENGINE_OPS:
+        return kernels_of(model, shape._replace(op=ENGINE_OPS[shape.op]))
     new = shape.tokens // shape.batch
     pieces = [(new, shape.context_tokens)] * shape.batch
     if shape.op == "prefill_attention":
         return [work.prefill_attention(model, pieces)]
-    if shape.op in ("decode_attention", PAGED):
+    if shape.op == "decode_attention":
         return [work.decode_attention(model, shape.batch, shape.batch * shape.context_tokens)]
-    if shape.op in ("prefill_layer", ENGINE_LAYERS[0]):
+    if shape.op == "prefill_layer":
         return work.layer_kernels(model, pieces, 0, 0)
-    if shape.op in ("decode_layer", ENGINE_LAYERS[1]):
+    if shape.op == "decode_layer":
         return work.layer_kernels(model, [], shape.batch, shape.batch * shape.context_tokens)
+    if shape.op in ENGINE_PHASES:
+        decodes = shape.batch if shape.phase == "decode" else 0
+        layer = work.layer_kernels(model, [] if decodes else pieces, decodes, decodes * shape.context_tokens)
+        return [*layer * model.num_layers, *work.head_kernels(model, shape.batch)]
     if shape.op == "gemm_lm_head":
         return [work.gemm("lm_head", shape.tokens, model.vocab_size, model.hidden_size, model.dtype_bytes)]
     if shape.op == "copy":
@@ -173,7 +184,13 @@ class Axes:
     sm_axis: tuple[Shape, ...]
     shapes: tuple[Shape, ...]
     corun_operations: tuple[tuple[Shape, Shape], ...] = ()
-    """Pairs of single operations, each taken from ``sm_axis``: which part of a layer disturbs which."""
+    """Pairs of single operations, each taken from ``sm_axis`` or ``own``: which part of a layer disturbs which."""
+    least: tuple[Shape, ...] = ()
+    """Those of ``shapes`` without which the engine's operations cannot be fitted."""
+    own: tuple[Shape, ...] = ()
+    """The project's own kernels and its engine's layers, each at a size of its twin in torch."""
+    phases: tuple[Shape, ...] = ()
+    """The engine's whole steps, and what tells a launch and the LM head apart from them."""
 
 
 # Decode shares of a device: from the least that keeps decode alive to more than half. Round numbers, denser where the
@@ -197,9 +214,15 @@ def gpu_axes(splits: Sequence[Split], extra_splits: Sequence[Split]) -> Axes:
 
 
 def cpu_axes(splits: Sequence[Split], extra_splits: Sequence[Split]) -> Axes:
-    """Toy sizes: they prove the loop, in seconds."""
-    return _axes(splits, extra_splits, prefills=(32, 64, 128), extra_prefills=(48,), batches=(1, 2, 4, 8),
+    """Toy sizes: they prove the loop, in seconds. With them the engine's steps, which a device can be made of."""
+    whole, by_layer, iteration = ENGINE_PHASES
+    phases = (*(prefill(whole, n) for n in (1, 16, 32, 64, 128, 256)), prefill(whole, 64, 128), prefill(whole, 64, 256),
+              prefill(by_layer, 16), prefill(by_layer, 64),
+              *(decode(iteration, b, c) for b in (1, 2, 4, 8, 16) for c in (16, 64, 192)), Shape("gemm_lm_head", 1),
+              *(prefill(ENGINE_LAYERS[0], n) for n in (16, 64, 256)), *(decode(ENGINE_LAYERS[1], b, 64) for b in (1, 4, 16)))
+    axes = _axes(splits, extra_splits, prefills=(32, 64, 128), extra_prefills=(48,), batches=(1, 2, 4, 8),
                  extra_batches=(16,), context=64, extra_contexts=(256,), tokens=64, batch=4, copy_tokens=1024)
+    return replace(axes, phases=phases)
 
 
 def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: tuple[int, ...],
@@ -207,18 +230,19 @@ def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: t
           extra_contexts: tuple[int, ...], tokens: int, batch: int, copy_tokens: int) -> Axes:
     shapes = [Shape(op, m) for op in GEMMS[:-1] for m in (*batches, *prefills) if m not in (tokens, batch)]
     shapes += [Shape("gemm_lm_head", m) for m in (*batches, *extra_batches) if m != batch]
-    shapes += [prefill("prefill_attention", n) for n in (*prefills, *extra_prefills) if n != tokens]
-    shapes += [prefill("prefill_attention", tokens, past) for past in (tokens, 3 * tokens)]
-    shapes += [prefill("prefill_attention", tokens // 4, 0, batch=4)]
-    shapes += [decode("decode_attention", b, c) for b in (*batches, *extra_batches) for c in (context, *extra_contexts)
-               if (b, c) != (batch, context)]
-    shapes += [Shape(op, m) for op in ("norm", "copy") for m in (*batches[-1:], *prefills)
-               if m != {"norm": tokens, "copy": copy_tokens}[op]]
+    for op in ("prefill_attention", OWN_PREFILL):
+        shapes += [prefill(op, n) for n in (*prefills, *extra_prefills) if n != tokens]
+        shapes += [prefill(op, tokens, past) for past in (tokens, 3 * tokens)]
+        shapes += [prefill(op, tokens // 4, 0, batch=4)]
+    shapes += [decode(op, b, c) for op in ("decode_attention", PAGED) for b in (*batches, *extra_batches)
+               for c in (context, *extra_contexts) if (b, c) != (batch, context)]
+    shapes += [Shape(op, m) for op in ("norm", "rope", "act", *OWN_ROWWISE, "copy") for m in (*batches[-1:], *prefills)
+               if m != (copy_tokens if op == "copy" else tokens)]
     shapes += [prefill("prefill_layer", tokens, tokens), prefill("prefill_layer", tokens // 4, 0, batch=4)]
     shapes += [decode("decode_layer", b, c) for b in batches for c in extra_contexts]
     wide, narrow = Shape("gemm_gate_up", tokens), Shape("gemm_gate_up", batch)
     attention, cached = prefill("prefill_attention", tokens), decode("decode_attention", batch, context)
-    paged = decode(PAGED, batch, context)
+    paged, rowwise = decode(PAGED, batch, context), tuple(Shape(op, tokens) for op in ("norm", "rope", "act"))
     return Axes(
         corun_operations=tuple(itertools.product((wide, attention, Shape("norm", tokens), Shape("copy", copy_tokens)),
                                                  (cached, paged, narrow, Shape("gemm_lm_head", batch)))),
@@ -229,10 +253,32 @@ def _axes(splits: Sequence[Split], extra_splits: Sequence[Split], *, prefills: t
         extra_corun_decode=(*(decode("decode_layer", b, context) for b in extra_batches),
                             *(decode("decode_layer", batches[1], c) for c in extra_contexts)),
         sm_axis=(*(Shape(op, tokens) for op in GEMMS[:-1]), Shape("gemm_lm_head", batch), Shape("gemm_gate_up", batch),
-                 prefill("prefill_attention", tokens), decode("decode_attention", batch, context),
-                 paged, Shape("norm", tokens), Shape("copy", copy_tokens), prefill(ENGINE_LAYERS[0], tokens),
-                 decode(ENGINE_LAYERS[1], batch, context)),
-        shapes=tuple(dict.fromkeys(shapes)))
+                 attention, cached, *rowwise, Shape("copy", copy_tokens), prefill("prefill_layer", tokens),
+                 decode("decode_layer", batch, context)),
+        own=(paged, prefill(OWN_PREFILL, tokens), *(Shape(op, tokens) for op in (*OWN_ROWWISE, "own_gemm_gate_up")),
+             Shape("own_copy", copy_tokens), prefill(ENGINE_LAYERS[0], tokens), decode(ENGINE_LAYERS[1], batch, context)),
+        least=_least(shapes), shapes=_in_turn(shapes))
+
+
+FIT_ROWS = {PAGED: 5, OWN_PREFILL: 5, **dict.fromkeys(OWN_ROWWISE, 3), **dict.fromkeys(GEMMS, 2)}
+"""Sizes, beside the one on the SM axis, that a fit of the engine's own operations needs at least (bullet.fit_profile)."""
+
+
+def _by_op(shapes: Sequence[Shape]) -> dict[str, list[Shape]]:
+    of: dict[str, list[Shape]] = {}
+    for shape in dict.fromkeys(shapes):
+        of.setdefault(shape.op, []).append(shape)
+    return {op: [own[i] for i in _ends_first(len(own))] for op, own in of.items()}
+
+
+def _least(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """:data:`FIT_ROWS` of each operation, from the ends of its list."""
+    return tuple(s for op, own in _by_op(shapes).items() for s in own[:FIT_ROWS.get(op, 0)])
+
+
+def _in_turn(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """One of each operation, then the next of each: a budget that cuts the list leaves none without."""
+    return tuple(s for turn in itertools.zip_longest(*_by_op(shapes).values()) for s in turn if s is not None)
 
 
 def spread_order(items: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -355,32 +401,50 @@ def make_plan(model: ModelSpec, axes: Axes, rates: Rates, *, budget_s: float | N
 
 def _all_shapes(axes: Axes) -> Iterator[Shape]:
     return itertools.chain(axes.corun_prefill, axes.corun_decode, axes.extra_corun_prefill, axes.extra_corun_decode,
-                           axes.sm_axis, axes.shapes)
+                           axes.sm_axis, axes.phases, axes.own, axes.shapes)
 
 
 def _groups(axes: Axes) -> Iterator[tuple[str, list[Point]]]:
     """Groups in descending priority; a group is measured whole or not at all."""
     yield from (("co-run matrix", g) for g in _matrix(axes.splits, axes.corun_prefill, axes.corun_decode))
-    yield from (("controls", g) for g in _controls(axes))
+    # On every lane too: on one thread these are the same again, at another time; a shared CPU is not the same all the time.
     places = [None, *((split, lane) for split in axes.splits for lane in ("prefill", "decode"))]
+    yield from (("engine phases", [_solo(place, shape)]) for shape in axes.phases for place in places)
+    for shape in axes.own:
+        twin = _solo(None, shape._replace(op=ENGINE_OPS[shape.op]))
+        yield "own kernels", [_solo(None, shape), twin]
+    layers = tuple(s for s in axes.own if s.op in ENGINE_LAYERS)
+    for split in _spread(axes.splits)[:3]:
+        if len(layers) == 2:
+            yield "own kernels", _pair(split, *layers)
+    for shape in axes.least:  # attention is held against torch's at every size
+        twin = [_solo(None, shape._replace(op=ENGINE_OPS[shape.op]))] if shape.op in (PAGED, OWN_PREFILL) else []
+        yield "own kernels", [_solo(None, shape), *twin]
+    yield from (("controls", g) for g in _controls(axes))
     for s, o in spread_order([(s, o) for s in range(len(places)) for o in range(len(axes.sm_axis))]):
         yield "SM axis", [_solo(places[s], axes.sm_axis[o])]
-    for split in _spread(axes.splits)[:3]:
-        for p, d in axes.corun_operations:
-            yield "co-running operations", [Point("corun", split, "both", p, d), _solo((split, "prefill"), p),
-                                            _solo((split, "decode"), d)]
-    # The whole device, and a lane of the middle split for each phase: a small and a large partition.
-    middle = axes.splits[len(axes.splits) // 2] if axes.splits else None
     for shape in axes.shapes:
         yield "shapes", [_solo(None, shape)]
+    for split in _spread(axes.splits)[:3]:
+        for p, d in axes.corun_operations:
+            yield "co-running operations", _pair(split, p, d)
+    for s, o in spread_order([(s, o) for s in range(len(places)) for o in range(len(axes.own))]):
+        yield "own kernels on SMs", [_solo(places[s], axes.own[o])]
+    # A lane of the middle split for each phase: a small and a large partition.
+    middle = axes.splits[len(axes.splits) // 2] if axes.splits else None
     for shape in axes.shapes:
         if middle is not None:
             lane = "decode" if shape.phase == "decode" else "prefill"
-            yield "shapes", [_solo((middle, lane), shape)]
+            yield "shapes on a lane", [_solo((middle, lane), shape)]
     everything = (*axes.splits, *axes.extra_splits)
     yield from (("finer co-run matrix", g) for g in _matrix(everything, axes.corun_prefill, axes.corun_decode))
     yield from (("finer co-run matrix", g) for g in _matrix(
         everything, (*axes.corun_prefill, *axes.extra_corun_prefill), (*axes.corun_decode, *axes.extra_corun_decode)))
+
+
+def _pair(split: Split, p: Shape, d: Shape) -> list[Point]:
+    """Both at once, and each alone on its lane."""
+    return [Point("corun", split, "both", p, d), _solo((split, "prefill"), p), _solo((split, "decode"), d)]
 
 
 def _spread(splits: Sequence[Split]) -> list[Split]:
@@ -393,8 +457,7 @@ def _matrix(splits: Sequence[Split], prefills: Sequence[Shape], decodes: Sequenc
     indices = itertools.product(range(len(splits)), range(len(prefills)), range(len(decodes)))
     for i, j, k in spread_order(list(indices)):
         split, p, d = splits[i], prefills[j], decodes[k]
-        yield [Point("corun", split, "both", p, d), _solo((split, "prefill"), p), _solo((split, "decode"), d),
-               _solo(None, p), _solo(None, d)]
+        yield [*_pair(split, p, d), _solo(None, p), _solo(None, d)]
 
 
 def _controls(axes: Axes) -> Iterator[list[Point]]:

@@ -1,9 +1,12 @@
-"""What is printed at the end of a sweep: co-run and control tables from finalised rows, in few characters."""
+"""What is printed at the end of a sweep: co-run, control and own kernels' tables from finalised rows, in few characters."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from bullet.tables import ENGINE_OPS
 
 Row = Mapping[str, Any]
 MAX_CHARS = 11_500
@@ -96,6 +99,50 @@ def operation_lines(rows: Sequence[Row], on: str) -> list[str]:
             line += f"{'/'.join(both) if found else '-':>14}"
         out.append(line)
     return out
+
+
+TARGETS = {"paged_decode_attention": ("copy bandwidth", 0.7), "own_prefill_attention": ("SDPA's speed", 0.6)}
+"""Own kernel -> what its speed is held against, and the share of it that is wanted."""
+
+
+def own_kernel_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """The project's own kernels and its engine's layers beside torch's, alone on the whole device, at the same size:
+    microseconds, speed over torch's, least bytes a second over the best copy's. First what both attentions reach of their aims.
+    """
+    alone: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "solo" and row["sms"] == row["device_sms"] and row["drift_ok"] is not False:
+            alone.setdefault((row["op"], row["tokens"], row["batch"], row["context_tokens"]), []).append(row)
+
+    def seconds(key: tuple[Any, ...]) -> float | None:
+        return statistics.median(r["median_s"] for r in alone[key]) if key in alone else None
+
+    copy = max((found[0]["bytes"] / s for key, found in alone.items() if ENGINE_OPS.get(key[0], key[0]) == "copy"
+                and found[0]["bytes"] and (s := seconds(key))), default=None)
+    lines, reached = [], {}
+    order = list(ENGINE_OPS)
+    for key in sorted((k for k in alone if k[0] in ENGINE_OPS), key=lambda k: (order.index(k[0]), k[1:])):
+        own_s, torch_s = seconds(key), seconds((ENGINE_OPS[key[0]], *key[1:]))
+        assert own_s is not None
+        speed = torch_s / own_s if torch_s is not None else None
+        share = alone[key][0]["bytes"] / own_s / copy if copy is not None and alone[key][0]["bytes"] else None
+        cells = ["-" if s is None else f"{s * 1e6:.1f}" for s in (own_s, torch_s)] + [
+            "-" if r is None else f"{r:.2f}" for r in (speed, share)]
+        lines.append(f"{key[0]:<24}{f'{key[1]}x{key[2]}@{key[3]}':>16}" + "".join(f"{c:>11}" for c in cells))
+        value = share if key[0] == "paged_decode_attention" else speed
+        if key[0] in TARGETS and value is not None:
+            reached.setdefault(key[0], {})[f"{key[1]}x{key[2]}@{key[3]}"] = value
+    if not lines:
+        return []
+    targets = []
+    for op, (against, wanted) in TARGETS.items():
+        if op in reached:
+            low, high = (end(reached[op], key=reached[op].__getitem__) for end in (min, max))
+            enough = sum(value >= wanted for value in reached[op].values())
+            targets.append(f"{op}: {100 * reached[op][high]:.0f} % of {against} at {high}, {100 * reached[op][low]:.0f} % at "
+                           f"{low}; {100 * wanted:.0f} % wanted, reached at {enough} of {len(reached[op])} sizes")
+    return [*targets, f"Own kernels and layers, {on}: microseconds alone on the whole device, torch's beside them",
+            f"{'':<24}{'tokens x seqs':>16}{'own':>11}{'torch':>11}{'own speed':>11}{'of copy':>11}", *lines]
 
 
 def drift_line(rows: Sequence[Row]) -> str:

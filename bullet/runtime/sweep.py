@@ -7,14 +7,13 @@ Ctrl-C or when the device is lost; in each case the rows until then are on disk,
 from __future__ import annotations
 
 import datetime
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import bullet
-from bullet.config import MODELS, ModelSpec
+from bullet.config import ModelSpec, model_label
 from bullet.errors import ProfileError
 from bullet.runtime.bench import Bench, BusyError, DeviceLostError, Measurement
 from bullet.runtime.check import CheckReport
@@ -60,15 +59,6 @@ def interrupt_status(exc: KeyboardInterrupt) -> int:
 def run_prefix(bench: Bench, model: ModelSpec) -> str:
     """What makes ids of one model, element type and backend distinct in a shared table."""
     return f"{model_label(model)}|{bench.dtype}|{bench.backend}"
-
-
-def model_label(model: ModelSpec) -> str:
-    """A built-in model's name. A config.json is known by what it says as well: another one of the same name is another
-    model, and neither resumes nor is divided by the other's rows.
-    """
-    if MODELS.get(model.name) == model:
-        return model.name
-    return f"{model.name}#{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
 
 
 def utc_now() -> str:

@@ -725,7 +725,7 @@ def _build_policy(config: RunConfig, device: DeviceModel, splits: SplitTable) ->
     model, gpu = get_model(config.device.model), get_gpu(config.device.gpu)
     estimator = None
     if needs_estimator(config.policy.name):
-        estimator = make_estimator(config.policy.estimator, device=device, model=model, gpu=gpu, splits=splits,
+        estimator = make_estimator(config.policy.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
                                    seed=config.seed, recalibrate=config.policy.recalibrate,
                                    error=config.policy.estimator_error)
     return make_policy(config.policy.name, PolicyContext(model, gpu, splits, slo_tpot_s, estimator,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ from bullet.runtime.bench import DeviceLostError, PointError  # noqa: E402
 from bullet.runtime.check import run_check  # noqa: E402
 from bullet.runtime.partition import Driver, Split, green_context_table, unpartitioned_table  # noqa: E402
 from bullet.runtime.plan import Point, Rates, Shape, decode, prefill  # noqa: E402
-from bullet.tables import read_journal, read_parquet  # noqa: E402
+from bullet.tables import ENGINE_OPS, read_journal, read_parquet  # noqa: E402
 
 LLAMA = get_model("llama-3.1-8b")
 SPLIT = Split(112, 20)
@@ -198,7 +199,7 @@ def test_a_broken_triton_costs_the_proof_and_one_control(gpu, tmp_path, capsys, 
     monkeypatch.setattr(FakeKernels, "launch_gate", broken)
     monkeypatch.setattr(FakeCuda, "_sleep", lambda self, cycles: self.launch(cycles / 1.5e9), raising=False)
     monkeypatch.setattr(bench_cuda.CudaBench, "_control", lambda self, name, lane: self._graph(DECODE, lane, "decode"))
-    assert profile_cli.main(["sweep", "--budget-s", "90", "--out", str(tmp_path)]) == 0
+    assert profile_cli.main(["sweep", "--budget-s", "120", "--out", str(tmp_path)]) == 0
     assert "triton does not work here (no C compiler: set CC)" in capsys.readouterr().out
     _, rows, _ = read_journal(tmp_path / "samples.jsonl")
     assert {r["partition"] for r in rows if r["split_decode_sms"] is not None} == {"unproven"}
@@ -248,6 +249,12 @@ def test_our_own_decode_kernel_is_bound_to_its_lane_and_needs_triton():
     assert bound == [132, 20]
     plain, _, _ = open_bench(kernels=False)
     assert [plain.allowed(p) for p in (Point("solo", SPLIT, "decode", shape), beside, CORUN)] == [False, False, True]
+    for op in ENGINE_OPS:
+        own = Point("solo", SPLIT, "decode", Shape(op, 32, 32, 1024))
+        assert (bench.allowed(own), plain.allowed(own)) == (True, False)
+    bench.model = dataclasses.replace(LLAMA, num_experts=8, experts_per_token=2)
+    assert [op for op in ENGINE_OPS if bench.allowed(Point("solo", None, "full", Shape(op, 32, 32, 1024)))] == [
+        "paged_decode_attention"]
 
 
 def test_a_failing_kernel_costs_its_point_only():

@@ -262,7 +262,7 @@ def test_reports_and_plots_of_the_simulator_work_on_a_real_run(tmp_path):
 
 
 def test_the_loop_needs_no_torch_and_never_the_simulator():
-    code = ("import sys; import bullet.runtime.driver, bullet.runtime.record, bullet.runtime.measured, bullet.run_cli; "
+    code = ("import sys; import bullet.runtime.driver, bullet.runtime.record, bullet.measured, bullet.run_cli; "
             "print([m for m in ('torch', 'triton', 'simpy', 'matplotlib', 'bullet.sim') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -1,6 +1,9 @@
-"""The engine's layers in the sweep: the same arithmetic as the engine's own model, and who may measure them."""
+"""The project's own kernels and its engine's layers in the sweep: the arithmetic, the SMs they get, who may measure them."""
 
 from __future__ import annotations
+
+import importlib
+import inspect
 
 import pytest
 
@@ -11,7 +14,8 @@ from bullet.config import ModelSpec  # noqa: E402
 from bullet.errors import ProfileError  # noqa: E402
 from bullet.runtime import engine_bench  # noqa: E402
 from bullet.runtime.bench import CpuBench  # noqa: E402
-from bullet.runtime.plan import ENGINE_LAYERS, Point, decode, flops_and_bytes, prefill  # noqa: E402
+from bullet.runtime.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, decode, flops_and_bytes, prefill  # noqa: E402
+from bullet.tables import ENGINE_OPS  # noqa: E402
 
 TINY = ModelSpec("tiny-test", 3, 32, 48, 4, 2, 16, 61, 512)
 PREFILL, DECODE = ENGINE_LAYERS
@@ -61,11 +65,70 @@ def test_shapes_that_make_no_sense_are_refused(op, tokens, batch, context):
         shop().build(op, tokens, batch, context, "decode")
 
 
-def test_they_count_as_the_layers_they_are():
-    for own, torchs in ((prefill(PREFILL, 64), prefill("prefill_layer", 64)),
-                        (decode(DECODE, 4, 64), decode("decode_layer", 4, 64))):
-        assert flops_and_bytes(TINY, own) == flops_and_bytes(TINY, torchs)
-        assert own.phase == torchs.phase
+OWN = [("own_prefill_attention", "prefill_attention", "prefill_attention"), ("own_norm", "norm", "rms_norm"),
+       ("own_act", "activation", "silu_mul"), ("own_rope", "rope", "rope"), ("own_gemm_gate_up", "gemm", "gemm"),
+       ("own_copy", "copy", "copy")]
+
+
+@pytest.mark.parametrize(("op", "module", "kernel"), OWN)
+def test_a_kernel_is_launched_with_its_lanes_sms_on_data_that_its_check_passes(op, module, kernel, monkeypatch):
+    """The kernels' torch references stand in: they check shapes, dtypes and strides as the wrappers do."""
+    own = importlib.import_module(f"bullet.kernels.{module}")
+    known = inspect.signature(getattr(own, kernel)).parameters
+    handed = []
+
+    def stand_in(*args, num_sms, **options):
+        handed.append(num_sms)
+        assert set(options) <= set(known)
+        return getattr(own, f"{kernel}_reference")(*(args[:-1] if module == "prefill_attention" else args), **options)
+
+    monkeypatch.setattr(own, kernel, stand_in)
+    work = shop().build(op, 24, 1, 0, "prefill")
+    assert work.takes_num_sms
+    for sms in (20, 112):
+        for i in range(work.rotation):
+            assert torch.isfinite(work.on(sms).run(i)).all()
+    assert set(handed) == {20, 112}
+
+
+def test_own_kernels_are_given_what_a_layer_of_the_model_gives_them(monkeypatch):
+    for op, module, kernel in OWN:
+        own = importlib.import_module(f"bullet.kernels.{module}")
+        calls = []
+        monkeypatch.setattr(own, kernel, lambda *args, calls=calls, **options: calls.append((args, options)) or args[0])
+        shop().build(op, 24, 2 if op == "own_prefill_attention" else 1, 0, "prefill").run(0)
+        args, options = calls[0]
+        if op == "own_act":
+            assert args[0].shape == (24, 2 * TINY.intermediate_size)
+        elif op == "own_gemm_gate_up":
+            assert args[1].shape == (2 * TINY.intermediate_size, TINY.hidden_size)
+        elif op == "own_norm":
+            assert options["residual"].shape == args[0].shape == (24, TINY.hidden_size)
+        elif op == "own_rope":
+            positions, slots = args[5], args[6]
+            assert positions.tolist() == list(range(24))
+            assert len(set(slots.tolist())) == 24  # no slot is written twice
+        elif op == "own_prefill_attention":
+            tables, starts, lengths = args[3:6]
+            assert (starts.tolist(), lengths.tolist()) == ([0, 12, 24], [12, 12])
+            assert sorted(tables.flatten().tolist()) == [0, 1]
+        else:
+            assert args[0].shape == args[1].shape == (24, TINY.hidden_size)
+
+
+def test_torchs_twins_rotate_and_gate():
+    source = shop()
+    rope, act = source.build("rope", 6, 1, 0, "prefill"), source.build("act", 6, 1, 0, "prefill")
+    assert rope.run(0).shape == (6, TINY.num_heads + TINY.num_kv_heads, TINY.head_dim)
+    assert act.run(0).shape == (6, TINY.intermediate_size)
+    assert torch.equal(rope.run(0), rope.run(0))
+
+
+def test_they_count_as_the_operations_they_are():
+    for own, torchs in ENGINE_OPS.items():
+        shape = decode(own, 4, 64) if "decode" in own else Shape(own, 64)
+        assert flops_and_bytes(TINY, shape) == flops_and_bytes(TINY, shape._replace(op=torchs))
+        assert shape.phase == shape._replace(op=torchs).phase
 
 
 def test_mixtures_of_experts_are_left_out():
@@ -73,6 +136,7 @@ def test_mixtures_of_experts_are_left_out():
     bench = CpuBench(moe, threads=1)
     try:
         assert not bench.allowed(Point("solo", None, "full", prefill(PREFILL, 64)))
+        assert not any(bench.allowed(Point("solo", None, "full", Shape(op, 64))) for op in OWN_KERNELS)  # nor on any CPU
         assert bench.allowed(Point("solo", None, "full", prefill("prefill_layer", 64)))
     finally:
         bench.close()
@@ -87,3 +151,63 @@ def test_a_cpu_measures_them():
         bench.close()
     assert row.shape.op == PREFILL
     assert row.stats.samples == 3
+
+
+@pytest.mark.parametrize(("op", "tokens", "batch", "context"), [
+    ("engine_prefill", 20, 1, 0), ("engine_prefill", 24, 2, 17), ("engine_prefill_by_layer", 20, 1, 0),
+    ("engine_decode", 3, 3, 33)])
+def test_a_step_is_taken_again_and_again_and_gives_the_same_tokens(op, tokens, batch, context):
+    source = shop()
+    work, engine = source.build(op, tokens, batch, context, "prefill"), source.steps.engine
+    lengths = {i: (len(s.tokens), s.cached) for i, s in engine.sequences.items()}
+    free = len(engine.pool.free)
+    first = work.run(0)
+    assert len(first) == batch
+    for _ in range(20):  # over a block's edge, if anything grew
+        assert work.run(0) == first
+    assert {i: (len(s.tokens), s.cached) for i, s in engine.sequences.items()} == lengths
+    assert free - len(engine.pool.free) <= batch * -(-(tokens // batch) // 16) + batch
+    engine.check()
+
+
+def test_by_layer_is_the_same_prefill_in_more_launches(monkeypatch):
+    source, launches = shop(), []
+    plain = type(source.steps.engine).run_layers
+    monkeypatch.setattr(type(source.steps.engine), "run_layers",
+                        lambda self, run, layers, *lane: launches.append(layers) or plain(self, run, layers, *lane))
+    whole = source.build("engine_prefill", 20, 1, 0, "prefill").run(0)
+    by_layer = source.build("engine_prefill_by_layer", 20, 1, 0, "prefill").run(0)
+    assert [*whole.values()] == [*by_layer.values()]
+    assert launches == [3, 1, 1, 1]
+
+
+def test_steps_that_make_no_sense_or_do_not_fit_are_left_out():
+    source = shop()
+    for op, tokens, batch, context in (("engine_prefill", 5, 2, 0), ("engine_decode", 4, 2, 10), ("engine_decode", 2, 2, 1)):
+        with pytest.raises(ProfileError, match="must divide evenly"):
+            source.build(op, tokens, batch, context, "prefill")
+    assert source.steps.fits(64, 1, 256)
+    assert not source.steps.fits(256, 1, 256)  # 448 at most
+    bench = CpuBench(ModelSpec("short", 3, 32, 48, 4, 2, 16, 61, 100), threads=1)
+    try:
+        assert bench.allowed(Point("solo", None, "full", prefill("engine_prefill", 64)))
+        assert not bench.allowed(Point("solo", None, "full", prefill("engine_prefill", 128)))
+    finally:
+        bench.close()
+
+
+def test_a_step_is_timed_once_after_other_steps(monkeypatch):
+    """Nothing in service takes the same step again and again; what runs between is not in its time."""
+    ticks, order = iter(range(10_000)), []
+    bench = CpuBench(TINY, threads=1, replays=3, min_replay_s=10.0, clock=lambda: float(next(ticks)))
+    try:
+        steps = bench._shop.steps
+        monkeypatch.setattr(steps, "other_steps", lambda: order.append("others"))
+        build = steps.build
+        monkeypatch.setattr(steps, "build", lambda *shape: build(*shape) if shape[0] != "engine_decode" else type(
+            build(*shape))("engine_decode", lambda i: order.append("step"), 1, 0))
+        (row,) = bench.measure(Point("solo", None, "full", decode("engine_decode", 2, 20)))
+    finally:
+        bench.close()
+    assert (row.repeats, row.stats.samples) == (1, 3)
+    assert order[-6:] == ["others", "step"] * 3

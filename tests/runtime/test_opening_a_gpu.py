@@ -13,12 +13,14 @@ torch = pytest.importorskip("torch")
 from fake_cuda import FakeCuda, FakeKernels, FakeShop  # noqa: E402
 from stub_driver import CUresult, StubDriver  # noqa: E402
 
-from bullet import profile_cli  # noqa: E402
-from bullet.config import get_model  # noqa: E402
+from bullet import cli, profile_cli  # noqa: E402
+from bullet.config import DeviceConfig, get_gpu, get_model  # noqa: E402
+from bullet.device import DeviceCoefficients, DeviceModel, load_device  # noqa: E402
 from bullet.runtime import bench_cuda, engine_bench  # noqa: E402
 from bullet.runtime.partition import Driver  # noqa: E402
 from bullet.runtime.plan import Rates, decode, prefill  # noqa: E402
 from bullet.tables import read_journal  # noqa: E402
+from tests.known_device import KnownRates, made_up  # noqa: E402
 
 RATES = Rates(132, 6e14, 3e12)
 
@@ -87,6 +89,40 @@ def test_a_gpu_run_opens_proves_measures_and_leaves_nothing(machine, tmp_path, c
         ("NVIDIA H200", "580.1", "bfloat16", "9.0", False)}
     assert {r["clock_sm_hz"] for r in rows} == {1.98e9}
     assert nothing_left(gpu)
+
+
+def test_what_make_gpu_sweeps_in_its_share_of_240_seconds_can_be_fitted(machine, tmp_path, capsys, monkeypatch):
+    """On a faked card whose operations take what two known devices say: 144 s of a sweep are enough for a fit of the engine."""
+    pytest.importorskip("scipy")
+    h200 = get_gpu("h200")
+    engine = made_up(h200, decode_attention_bandwidth=0.7, prefill_attention_efficiency=0.45)
+    torchs = made_up(h200, decode_attention_bandwidth=0.4, prefill_attention_efficiency=0.6)
+    monkeypatch.setattr(sys.modules[__name__], "RATES", KnownRates(get_model("llama-3.1-8b"), h200, engine, torchs))
+    gpu = machine()
+    assert profile_cli.main(["gpu", "--budget-s", "144", "--out", str(tmp_path / "sweep")]) == 0
+    text = capsys.readouterr().out
+    # Both aims answered from the rows, prefill attention's at six sizes; by hand at the largest.
+    shape = prefill("prefill_attention", 8192)
+    speed = RATES.seconds(RATES.engine.model, shape, 132) / RATES.seconds(
+        RATES.engine.model, shape._replace(op="own_prefill_attention"), 132)
+    aim = next(line for line in text.splitlines() if line.startswith("own_prefill_attention: "))
+    assert f"{100 * speed:.0f} % at 8192x1@0; 60 % wanted, reached at 6 of 6 sizes" in aim
+    assert "paged_decode_attention: " in text
+    assert nothing_left(gpu)
+    assert cli.profile(["fit", str(tmp_path / "sweep"), "--out", str(tmp_path / "profile")]) == 0
+    found = DeviceCoefficients.from_json(tmp_path / "profile" / "fit.json")
+    assert (found.source, found.notes["implementation"]) == ("fitted", "engine")
+    assert found.decode_attention_bandwidth == pytest.approx(0.7, rel=0.05)
+    assert found.prefill_attention_efficiency == pytest.approx(0.45, rel=0.05)
+    assert found.notes["operations"]["prefill_attention"] == "own_prefill_attention"
+    device = load_device(DeviceConfig(gpu="h200", timing=str(tmp_path / "profile")))
+    own = DeviceModel(device.model, h200, engine)
+    for batch in (8, 128):
+        work = device.decode_work(batch, batch * 2048), own.decode_work(batch, batch * 2048)
+        assert device.solo_seconds(work[0], 40) == pytest.approx(own.solo_seconds(work[1], 40), rel=0.03)
+    # Torch's norm, rotary and activation have too few sizes in that time: one line says what to do.
+    assert cli.profile(["fit", str(tmp_path / "sweep"), "--implementation", "torch"]) == 2
+    assert "rowwise: 3 rows of this project, at least 10 are needed" in capsys.readouterr().err
 
 
 def nothing_left(gpu) -> bool:

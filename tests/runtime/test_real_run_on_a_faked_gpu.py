@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 from test_opening_a_gpu import machine, nothing_left  # noqa: E402, F401
 
 from bullet import run_cli, run_validate  # noqa: E402
+from bullet.config import get_gpu  # noqa: E402
+from bullet.device import analytic_coefficients  # noqa: E402
 from bullet.errors import EngineError  # noqa: E402
 from bullet.results import load_run  # noqa: E402
 
@@ -102,7 +104,7 @@ def test_an_engine_that_fails_on_a_gpu_keeps_rows_and_destroys_contexts(served, 
     assert nothing_left(gpu)
 
 
-def test_a_validation_on_a_gpu_measures_each_split_and_closes_the_loop(served, capsys, monkeypatch):
+def test_a_validation_on_a_gpu_measures_each_split_and_closes_the_loop(served, capsys, monkeypatch, tmp_path):
     """Step times on every lane and beside the other, then a run, then the table; few sizes, since the CPU computes them.
     A co-run's window is over before a lane has ended three steps: it goes on until then."""
     from bullet.runtime import machine as opening
@@ -122,3 +124,12 @@ def test_a_validation_on_a_gpu_measures_each_split_and_closes_the_loop(served, c
     assert not profile["turns"]
     assert "Simulated against measured on NVIDIA H200 (partition: green contexts, 6 of 6 splits proven" in text
     assert nothing_left(gpu)
+    # The same runs on a fit of that card's sweep instead, from the files alone.
+    fitted = tmp_path / "fitted"
+    fitted.mkdir()
+    (fitted / "fit.json").write_text(analytic_coefficients(get_gpu("h200")).to_json())
+    assert run_cli.main(["validate", "--from", str(out), "--profile", str(fitted)]) == 0
+    assert "the simulator knows the machine by the profile" in capsys.readouterr().out
+    result = json.loads((out / "validation.json").read_text())
+    assert result["device"] == "analytic"
+    assert result["runs"][0]["completed"] == [4, 4]

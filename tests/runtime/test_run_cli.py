@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from bullet import run_cli
+from bullet.measured import MeasuredDevice, StepProfile
 from bullet.results import load_run
-from bullet.runtime.measured import MeasuredDevice, StepProfile
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
@@ -67,6 +67,13 @@ def test_what_is_wrong_is_said_in_one_line(trace, tmp_path, capsys):
     (tmp_path / "steps.json").write_text("{}")
     assert run("replay", "--device", "cpu", "--trace", trace, "--arrivals", "recorded", "--steps", tmp_path / "steps.json") == 2
     assert "cannot be read as step times" in one_line(capsys)
+    blind = ("replay", "--device", "cpu", "--trace", trace, "--arrivals", "recorded", "--policy", "vllm-256")
+    for flag, value in (("--estimator", "oracle"), ("--steps", tmp_path / "steps.json")):
+        assert run(*blind, flag, value) == 2
+        assert f"{flag} {value} has no effect: vllm-256 predicts nothing" in one_line(capsys)
+    for record, why in ((tmp_path / "none" / "r.jsonl", f"no folder {tmp_path / 'none'}"), (trace, "exists already")):
+        assert run(*blind, "--record", record, "--out", tmp_path / "runs") == 2
+        assert why in one_line(capsys)
     assert run("recheck", tmp_path / "none.jsonl") == 2
     assert "cannot be read as a record" in one_line(capsys)
     assert not (tmp_path / "runs").exists()
@@ -136,7 +143,7 @@ def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path
     out = tmp_path / "out"
     assert run(*replay_args(trace, model, out, policy), "--record", tmp_path / "r.jsonl") == 0
     text = capsys.readouterr().out
-    assert "measured on CPU, NO PARTITION" in text
+    assert "measured on CPU, NO PARTITION (partition: none: lanes take turns, SMs of a nominal a100-80gb)" in text
     assert "hand-over" in text
     stored = load_run(out)
     assert stored.summary["source"] == "measured"
@@ -151,6 +158,8 @@ def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path
     assert "a fresh policy decides the same" in capsys.readouterr().out
     assert run(*replay_args(trace, model, out, policy)) == 2
     assert "exists already" in one_line(capsys)
+    model.unlink()  # the record has the model's sizes: it is checked elsewhere too
+    assert run("recheck", tmp_path / "r.jsonl") == 0
 
 
 @needs_torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import statistics
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from fake_engine import build, replay, workload
 from bullet import run_cli, run_validate
 from bullet.config import get_gpu, get_model, load_run_config
 from bullet.errors import ProfileError
+from bullet.fit_sweep import read_rows
+from bullet.measured import MeasuredDevice, StepProfile, along
 from bullet.results import RequestTable, StepTable
-from bullet.runtime.measured import MeasuredDevice, StepProfile, along
+from bullet.tables import ENGINE_PHASES
 
 pytest.importorskip("simpy")
 from bullet.sim.driver import simulate
@@ -101,8 +104,35 @@ def test_validate_on_the_cpu_and_again_from_its_files(tmp_path, capsys):
     assert [run["policy"] for run in result["runs"]] == ["bullet", "sglang-64"]
     assert all(run["completed"] == [6, 6] for run in result["runs"])
     assert result["runs"][0]["prediction_error"][1] > 0
+    # The loop is on disk: a sweep's rows, the profile that they make, the runs, the simulations.
+    rows = read_rows(out / "sweep")
+    assert {r["gpu"] for r in rows} == {"CPU, no partition"}
+    assert set(ENGINE_PHASES) < {r["op"] for r in rows}
+    steps = StepProfile.from_json(out / "profile" / "steps.json")
+    assert dict(zip(steps.prefill_tokens, steps.prefill_s, strict=True))[64] == pytest.approx(statistics.median(
+        r["median_s"] for r in rows if (r["op"], r["tokens"], r["context_tokens"]) == ("engine_prefill", 64, 0)))
+    assert "interpolated" in (out / "profile" / "SOURCE.md").read_text()
+    assert (out / "sweep-after" / "samples.jsonl").is_file()
+    assert "the simulator knows the machine by rows of its sweep alone" in text
+    assert len(result["drift"]) == 3
     assert run_cli.main(["validate", "--from", str(out)]) == 0
     assert json.loads((out / "validation.json").read_text()) == result
+    # Elsewhere, without the model's file: the folder has all of it.
+    out = out.rename(tmp_path / "moved")
+    path.unlink()
+    assert run_cli.main(["validate", "--from", str(out)]) == 0
+    assert json.loads((out / "validation.json").read_text()) == result
+    # On another profile: twice as slow.
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "steps.json").write_text(dataclasses.replace(
+        steps, prefill_s=tuple(2 * s for s in steps.prefill_s)).to_json())
+    assert run_cli.main(["validate", "--from", str(out), "--profile", str(tmp_path / "slow")]) == 0
+    assert "the simulator knows the machine by the profile" in capsys.readouterr().out
+    slow = json.loads((out / "validation.json").read_text())["runs"][0]["figures"]["mean TTFT ms"]
+    assert slow[0] > 1.1 * result["runs"][0]["figures"]["mean TTFT ms"][0]
+    assert slow[1] == result["runs"][0]["figures"]["mean TTFT ms"][1]
+    assert run_cli.main(["validate", "--device", "cpu", "--profile", str(tmp_path / "slow")]) == 2
+    assert "--profile: goes with --from DIR" in capsys.readouterr().err
 
     # A run that was stopped is left out by name; where none came to its end there is no table, and one line says so.
     def stop(name):

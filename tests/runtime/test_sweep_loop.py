@@ -34,7 +34,7 @@ from bullet.runtime.plan import (
     make_plan,
     prefill,
 )
-from bullet.runtime.summary import MAX_CHARS, corun_lines, fit, operation_lines
+from bullet.runtime.summary import MAX_CHARS, corun_lines, fit, operation_lines, own_kernel_lines
 from bullet.runtime.sweep import Terminated, run_prefix, run_sweep
 from bullet.tables import Journal, finalise, read_journal
 
@@ -217,7 +217,35 @@ def test_operations_and_layers_are_printed_apart(tmp_path):
     assert [line.split() for line in operations if line.startswith(f"{wide} | decode_attention")] == [
         [wide, "|", "decode_attention", *["2.00/3.00"] * 3]]
     assert operations[1].split() == ["prefill", "|", "decode", "116+16", "92+40", "32+100"]
-    assert len(operations) == 18
+    assert len(operations) == 19  # a title, the columns, 16 pairs, and the engine's two layers
+
+
+def test_own_kernels_are_held_against_the_best_copy_and_torchs_attention(tmp_path):
+    """By hand: two copies of 1 and 2 GB in 1 ms, so 2 TB/s is the copy's; 1.5 GB of cache in 1 ms are 75 % of it and 0.6 GB 30 %;
+    prefill attention of 2 ms beside SDPA's 1 ms has half its speed. Lanes and drifted rows play no part."""
+    _, rows = run(tmp_path, Scripted(Clock()), make_plan(LLAMA, gpu_axes(SPLITS, []), RATES))
+    rows = finalise(rows)
+    attention = [r for r in rows if r["op"] == "paged_decode_attention" and r["kind"] == "solo" and r["sms"] == 132]
+    for row in rows:
+        if row["op"] in ("copy", "own_copy"):
+            row["bytes"] = {"copy": 1e9, "own_copy": 2e9}[row["op"]]
+        elif row["op"] == "paged_decode_attention":
+            row["bytes"] = 1.5e9 if row["sms"] == 132 else 9e9
+        elif row["op"] == "own_prefill_attention":
+            row["median_s"] = 2e-3
+    attention[3]["bytes"] = 6e8
+    lines = own_kernel_lines(rows, "scripted")
+    at = "{tokens}x{batch}@{context_tokens}".format(**attention[3])
+    assert lines[0].startswith("paged_decode_attention: 75 % of copy bandwidth at ")
+    assert lines[0].endswith(f", 30 % at {at}; 70 % wanted, reached at {len(attention) - 1} of {len(attention)} sizes")
+    assert lines[1].startswith("own_prefill_attention: 50 % of SDPA's speed at ")
+    assert "60 % wanted, reached at 0 of" in lines[1]
+    assert "Own kernels and layers, scripted" in lines[2]
+    (act,) = [line.split() for line in lines if line.startswith("own_act") and " 2048x1@0" in line]
+    assert act[2:5] == ["1000.0", "1000.0", "1.00"]
+    without = own_kernel_lines([r for r in rows if "copy" not in r["op"]], "scripted")
+    assert without[0].startswith("own_prefill_attention")  # no copy, no share of its bandwidth
+    assert own_kernel_lines([r for r in rows if not r["op"].startswith(("own", "paged", "engine"))], "scripted") == []
 
 
 # ---------------------------------------------------------------------------------------- CPU and simulated

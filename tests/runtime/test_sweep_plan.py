@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from bullet import work
 from bullet.config import MODELS, get_model
 from bullet.errors import PartitionError, ProfileError
+from bullet.fit_profile import FAMILIES, PARAMETERS
 from bullet.runtime.partition import Split, granularity, is_legal
 from bullet.runtime.plan import (
     CORE_DECODE_SHARES,
+    ENGINE_LAYERS,
     EXTRA_DECODE_SHARES,
+    GEMMS,
     OPS,
+    OWN_KERNELS,
     TIERS,
     Point,
     Rates,
@@ -30,6 +34,7 @@ from bullet.runtime.plan import (
     prefill,
     spread_order,
 )
+from bullet.tables import ENGINE_OPS
 
 LLAMA = get_model("llama-3.1-8b")
 HOPPER = granularity((9, 0))
@@ -61,6 +66,27 @@ def test_240_seconds_cover_what_the_issue_asks():
             alone.setdefault(p.shape, set()).add(sms)
     assert sum(len(sms) >= 10 for sms in alone.values()) >= 8
     assert {s.op for s, sms in alone.items() if len(sms) >= 10} == set(OPS)
+
+
+def test_what_make_gpu_leaves_to_the_sweep_of_240_seconds_covers_it_too_and_a_fit():
+    """Two fifths of the budget are the engine's: 144 s hold the co-run matrix, 8 operations on 10 SM counts, each own kernel
+    beside its twin in torch, the engine's layers at once, and twice as many rows as each family of the engine has parameters."""
+    plan = make_plan(LLAMA, axes(), H200, budget_s=144)
+    assert plan.estimated_s <= 144
+    assert sum(p.tier == "co-run matrix" and p.kind == "corun" for p in plan.points) == 72
+    alone: dict[Shape, set[int]] = {}
+    for p in plan.points:
+        if p.kind == "solo":
+            alone.setdefault(p.shape, set()).add(132 if p.split is None else getattr(p.split, f"{p.lane}_sms"))
+    assert len({s.op for s, sms in alone.items() if len(sms) >= 10}) >= 8
+    whole = {s for s, sms in alone.items() if 132 in sms}
+    for op in (*OWN_KERNELS, *ENGINE_LAYERS):
+        assert any(s.op == op and s._replace(op=ENGINE_OPS[op]) in whole for s in whole), op
+    assert sum(p.kind == "corun" and (p.shape.op, p.other.op) == ENGINE_LAYERS for p in plan.points) == 3
+    rows = {family: sum(ENGINE_OPS.get(s.op, s.op) in ops and (s.op in ENGINE_OPS or s.op in GEMMS) for s in whole)
+            for family, ops in FAMILIES.items()}
+    for family in ("gemm", "rowwise", "prefill_attention", "decode_attention"):
+        assert rows[family] >= 2 * PARAMETERS[family], family
 
 
 def test_both_directions_are_two_rows_of_one_window():
@@ -120,16 +146,17 @@ def test_every_corun_has_its_runs_alone(budget_s):
 
 def test_thinning_keeps_the_corun_matrix_first():
     seen = []
+    on_a_gpu = [t for t in TIERS if t != "engine phases"]  # a graph holds no host work
     for budget_s in (20, 60, 90, 120, 180, 300):
         plan = make_plan(LLAMA, axes(), H200, budget_s=budget_s)
         tiers = [t for t in TIERS if any(p.tier == t for p in plan.points)]
-        assert tiers == list(TIERS[:len(tiers)])
+        assert tiers == on_a_gpu[:len(tiers)]
         seen.append(len(tiers))
         for early, late in itertools.pairwise(tiers):
             assert not plan.left_out.get(early), f"{late} was begun before {early} was whole"
     assert seen == sorted(seen)
     assert seen[0] == 1
-    assert seen[-1] == len(TIERS)
+    assert seen[-1] == len(on_a_gpu)
 
 
 def test_a_thin_corun_matrix_still_spans_its_axes():
@@ -198,7 +225,7 @@ def test_every_operation_of_any_model_counts(model, op):
     shape = decode(op, 8, 64) if "decode" in op else Shape(op, 8)
     flops, moved = flops_and_bytes(model, shape)
     assert moved > 0
-    assert flops > 0 or op in ("norm", "copy")
+    assert flops > 0 or ENGINE_OPS.get(op, op) in ("norm", "copy", "rope", "act")
     assert flops_and_bytes(model, shape._replace(tokens=16, batch=16 if "decode" in op else 1))[1] > moved
 
 
@@ -226,6 +253,20 @@ def test_small_devices():
     assert [s.decode_sms for s in choose_splits(108, granularity((8, 0)), CORE_DECODE_SHARES)] == [12, 22, 32, 44, 60, 80]
     with pytest.raises(PartitionError, match="12 SMs cannot be split"):
         choose_splits(12, HOPPER, CORE_DECODE_SHARES)
+
+
+def test_a_cpu_takes_the_engines_steps_right_after_the_corun_matrix():
+    cpu = cpu_axes([Split(1, 1)], [Split(1, 1)])
+    plan = make_plan(MODELS["tiny"], cpu, Rates(2, 4e9, 4e9, point_s=0.03, startup_s=4.0))
+    tiers = [p.tier for p in plan.points]
+    assert list(dict.fromkeys(tiers))[:2] == ["co-run matrix", "engine phases"]
+    steps = [p for p in plan.points if p.shape.op == "engine_decode"]
+    assert {p.tier for p in steps} == {"engine phases"}
+    assert len(steps) == 3 * len({p.shape for p in steps}) == 45  # the whole device and both lanes: three times on one thread
+    flops, _ = flops_and_bytes(MODELS["tiny"], decode("engine_decode", 4, 64))
+    layer, _ = flops_and_bytes(MODELS["tiny"], decode("engine_decode_layer", 4, 64))
+    head, _ = flops_and_bytes(MODELS["tiny"], Shape("gemm_lm_head", 4))
+    assert flops == MODELS["tiny"].num_layers * layer + head
 
 
 def test_toy_sizes_are_toys():

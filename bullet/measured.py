@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.config import GpuSpec, ModelSpec
+from bullet.config import DeviceConfig, GpuSpec, ModelSpec, model_label
 from bullet.device import DeviceModel, analytic_coefficients
-from bullet.errors import ProfileError
-from bullet.perf import Sample, calibration_states, sample_device
+from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
+
+TURNS = "none: lanes take turns"
+"""The partition of a CPU, before a nominal GPU is named."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,15 @@ class StepProfile:
     prefill_sms: tuple[tuple[int, float], ...]
     decode_sms: tuple[tuple[int, float], ...]
     corun: tuple[tuple[int, int, float, float], ...] = ()
+
+    def shown(self, gpu: GpuSpec) -> StepProfile:
+        """A CPU's sweep knows of threads: the policy is shown the splits of a nominal GPU, of no effect. Others stay as they are.
+        """
+        if self.partition != TURNS:
+            return self
+        whole = ((gpu.num_sms, 1.0),)
+        return dataclasses.replace(self, partition=f"{TURNS}, SMs of a nominal {gpu.name}", num_sms=gpu.num_sms,
+                                   prefill_sms=whole, decode_sms=whole)
 
     def to_json(self) -> str:
         """Stable text."""
@@ -91,14 +102,17 @@ def along(x: float, nodes: Sequence[float], values: Sequence[float]) -> float:
     return max(values[i] + slope * (x - nodes[i]), 0.5 * min(values[i], values[i + 1]))
 
 
-def samples_of(device: MeasuredDevice, splits: SplitTable, seed: int) -> list[Sample]:
-    """What calibrates an estimator, at sizes that were measured: nothing is extrapolated."""
-    profile = device.profile
-    tokens = profile.prefill_tokens[-5:]
-    states = calibration_states(device, splits, prefill_tokens=tokens, batches=profile.batches,
-                                corun_batches=tuple(dict.fromkeys((profile.batches[0], profile.batches[-1]))),
-                                contexts=(profile.contexts[0], profile.contexts[-1]))
-    return sample_device(device, states, seed=seed, noise_std=0.0)
+def load_measured(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> MeasuredDevice:
+    """The step times of a file as the device of a configuration."""
+    profile = StepProfile.from_json(path)
+    if config.tensor_parallel != 1:
+        raise ConfigError(f"{path}: step times of one device, not of device.tensor_parallel = {config.tensor_parallel}")
+    if profile.model not in (model.name, model_label(model)):
+        raise ConfigError(f"{path}: step times of model {profile.model}, not of {model_label(model)}: give it as --model")
+    profile = profile.shown(gpu)
+    if profile.num_sms != gpu.num_sms:
+        raise ConfigError(f"{path}: step times of {profile.hardware} with {profile.num_sms} SMs, not of {gpu.name}: give --gpu")
+    return MeasuredDevice(profile, model, gpu)
 
 
 class MeasuredWork(NamedTuple):
@@ -119,7 +133,17 @@ class MeasuredDevice(DeviceModel):
         coefficients = dataclasses.replace(analytic_coefficients(gpu), source=f"measured on {profile.hardware}")
         super().__init__(model, dataclasses.replace(gpu, num_sms=profile.num_sms), coefficients)
         self.profile, self.sharing = profile, sharing
+        # At sizes that were measured: nothing is extrapolated. Their noise is in the medians already.
+        ends = (profile.batches[0], profile.batches[-1])
+        self.calibration = {"prefill_tokens": profile.prefill_tokens[-5:], "batches": profile.batches,
+                            "corun_batches": tuple(dict.fromkeys(ends)), "contexts": (profile.contexts[0], profile.contexts[-1])}
         self._columns = list(zip(*profile.decode_s, strict=True))
+
+    calibration_noise_std = 0.0
+
+    def sampled(self) -> MeasuredDevice:
+        """Samples are of long runs, in which turns come out fair."""
+        return MeasuredDevice(self.profile, self.model, self.gpu, sharing="fair")
 
     def _prefill_s(self, rows: int, pairs: float) -> float:
         profile = self.profile
