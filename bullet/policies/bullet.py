@@ -71,6 +71,8 @@ REDUCE_DECODE = "reduce-decode"
 SHARED = "shared"
 DELAYED = "delayed-decode"
 HAND_OVER = "hand-over"
+_new = tuple.__new__
+"""A NamedTuple's own constructor is a Python function and takes twice as long; all fields must be given."""
 SHARING = frozenset({DELAYED, HAND_OVER})
 DELAYABLE = frozenset({REDUCE_DECODE, SHARED})
 
@@ -206,7 +208,8 @@ class Bullet:
                 if chosen_s < 0 and whole(self.full) * layers / state.num_layers <= self._delay(now_s, step.at(index), limit_s):
                     # These layers have the device to themselves, as they end by decode's latest start.
                     sms, index, reason = self.num_sms, self.full, DELAYED
-        return PrefillStep(sms, layers, admit, whole(index) * layers / state.num_layers, Published(margin_s), target, (), reason)
+        return _new(PrefillStep, (sms, layers, admit, whole(index) * layers / state.num_layers, _new(Published, (margin_s, None)),
+                                  target, (), reason))
 
     def _decode(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
@@ -218,7 +221,7 @@ class Bullet:
         step = self._decode_step(state, seqs, context, batch.total_tokens if batch is not None else 0, victims)
         limit_s = self._limit(state, now_s)
         tpot_margin_s = limit_s - step.at(self._present_decode(state))
-        published = Published(None, tpot_margin_s)
+        published = _new(Published, (None, tpot_margin_s))
 
         if batch is None:  # no prefill work: d = N
             target = Partition(0, self.num_sms) if self.partition else self._partitions[self.full]
@@ -263,7 +266,7 @@ class Bullet:
     def _launch_decode(self, sms: int, predicted_s: float, published: Published, target: Partition,
                        victims: tuple[int, ...], reason: str) -> DecodeStep:
         self._delay_until_s = None
-        return DecodeStep(sms, predicted_s, published, target, victims, reason)
+        return _new(DecodeStep, (sms, predicted_s, published, target, victims, reason))
 
     # ---- the branches of Algorithm 1 -------------------------------------------------------------
 
