@@ -251,6 +251,9 @@ class DeviceModel:
     ``cache=False`` recomputes everything; results are the same to the last bit (a test).
     """
 
+    asks_longest = False
+    """Whether ``hybrid_work`` wants ``longest_tokens``, the longest context among the decodes. Only the paged driver knows it."""
+
     def __init__(self, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCoefficients, *, tensor_parallel: int = 1,
                  contention_scale: float = 1.0, shared_prefill_share: float = 0.5, cache: bool = True) -> None:
         if tensor_parallel > 1 and (model.num_heads % tensor_parallel or model.intermediate_size % tensor_parallel):

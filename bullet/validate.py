@@ -1,8 +1,13 @@
 """Simulated against measured: a recorded run of a real engine, replayed by the ordinary simulator.
 
 Everything here is either *measured* (the recorded run) or *simulated* (ours, and the peer simulator's published figures), and
-every table says which. Nothing is fitted on the run: kernel times are measured tables, the scheduler is what the engine does,
-the host costs nothing.
+every table says which. Kernel times are measured tables, the scheduler is what the engine does, the host costs nothing. Two
+lines are given:
+
+- **tables alone**: nothing is fitted;
+- **in full**, which is judged: with the publisher's own times of unequal contexts (:mod:`bullet.table_skew`) and one factor for
+  CUDA graphs and compilation, which the tables were measured without. The factor is what makes the mean TPOT of the first 30
+  requests, in the run with arrivals as sent, the measured one (:func:`calibrate`). So all other requests are out of sample.
 
 Definitions, for both sides: TTFT = first token - queued, TPOT = (last - first token) / max(1, output - 1), latency = last
 token - queued; percentiles as ``np.percentile``. ``queued`` is when the engine noticed the request: at the end of a step, or
@@ -33,6 +38,8 @@ from bullet.errors import ConfigError, ProfileError
 from bullet.prefix import PagedState, SharedPrefixes
 from bullet.state import HybridStep
 from bullet.table_device import FILE, KernelTables, TableDevice, check_tables, read_tables
+from bullet.table_skew import FILE as SKEW_FILE
+from bullet.table_skew import LEAST, MOST, DecodeSkew, SkewedTableDevice, read_skew
 from bullet.units import MILLI
 from bullet.workload import Workload, stream
 
@@ -45,7 +52,15 @@ NAMES = tuple(f"{metric}_{statistic}" for metric in METRICS for statistic in STA
 JITTER_S = 20 * MILLI
 JITTER_SEEDS = tuple(range(8))
 LEFT_OUT = 30
-"""The first requests: statistics are also given without them."""
+"""The first requests: the graph factor comes from them alone, and statistics are also given without them."""
+OTHER_CHOICES = (60, None)
+"""What else the factor could be taken from, printed beside it and used for nothing (None: all, which is circular)."""
+CAPTURED_TOKENS = 512
+"""vLLM captures CUDA graphs for steps of up to twice max_num_seqs tokens, and at most so many (vllm/config/vllm.py)."""
+PRECISION = 1e-4
+"""Of the graph factor: how near its requests' mean TPOT comes, or how narrow a jump of it is bracketed."""
+MOST_RUNS = 25
+"""For one factor: halving the widest bracket to the precision takes some 14."""
 TARGETS = {"rtx4090": ("rtx4090", "llama-3.1-8b")}
 """Validation target -> (GPU, model) whose profile holds a recorded run."""
 NULL_BLOCKS = 1
@@ -77,6 +92,7 @@ class Recorded:
     peer: Mapping[str, Mapping[str, float]]
     series: Mapping[str, Array]
     tables: KernelTables
+    skew: DecodeSkew
 
     def __len__(self) -> int:
         return len(self.queued_s)
@@ -151,8 +167,9 @@ def load_recorded(target: str, data: Path | None = None) -> Recorded:
         raise ProfileError(f"{path}: the time series ends at {series['t'][-1]:g} s, requests at {last.max():g} s: another unit?")
     tables = read_tables(folder / FILE)
     check_tables(tables, get_model(model), get_gpu(gpu), str(folder / FILE))
+    skew = read_skew(folder / SKEW_FILE, TableDevice(get_model(model), get_gpu(gpu), tables))
     return Recorded(target, gpu, model, source, sent, queued, first, last, prompts, outputs, shared, settings, peer, series,
-                    tables)
+                    tables, skew)
 
 
 # ------------------------------------------------------------------------------------------- what is simulated
@@ -160,7 +177,11 @@ def load_recorded(target: str, data: Path | None = None) -> Recorded:
 
 @dataclass(frozen=True)
 class Scenario:
-    """How the engine is modelled. The defaults are the engine as recorded; a variant leaves out or changes one thing.
+    """How the engine is modelled. The defaults are the engine as recorded, on the tables alone; a variant leaves out or changes
+    one thing.
+
+    ``skew``: decode batches priced by their longest context as well. ``graph_factor``: on steps that the engine replays a
+    CUDA graph for.
 
     ``kv_scale``: KV blocks over those recorded. ``tables``: a change to the kernel tables. ``share``: which requests share
     prefixes with others (off: each finds its own blocks only). ``host_gap_s``: exposed host time of each step.
@@ -177,6 +198,8 @@ class Scenario:
     steps_in_flight: int = 2
     host_gap_s: float = 0.0
     arrivals: str = "sent"
+    skew: bool = False
+    graph_factor: float = 1.0
     tables: Callable[[KernelTables], KernelTables] = field(default=lambda tables: tables)
 
 
@@ -226,6 +249,22 @@ def run_config(recorded: Recorded, scenario: Scenario) -> RunConfig:
                            "steps_in_flight": scenario.steps_in_flight}})
 
 
+def graph_tokens(recorded: Recorded) -> int:
+    """The largest step that the recorded engine captured a CUDA graph for, tokens."""
+    engine = recorded.settings["engine_kwargs"]
+    return min(2 * int(engine["max_num_seqs"]), CAPTURED_TOKENS, int(engine["max_num_batched_tokens"]))
+
+
+def _device(recorded: Recorded, scenario: Scenario) -> TableDevice:
+    model, gpu, tables = get_model(recorded.model), get_gpu(recorded.gpu), scenario.tables(recorded.tables)
+    # An attention that takes no time has no last block to wait for.
+    skew = recorded.skew if scenario.skew and np.nanmax(tables.attention) > 0 else None
+    if skew is None and scenario.graph_factor == 1.0:
+        return TableDevice(model, gpu, tables, host_gap_s=scenario.host_gap_s)
+    return SkewedTableDevice(model, gpu, tables, skew=skew, graph_factor=scenario.graph_factor,
+                             graph_tokens=graph_tokens(recorded), host_gap_s=scenario.host_gap_s)
+
+
 def replay(recorded: Recorded, scenario: Scenario | None = None, seed: int | None = None, *, jitter_s: float = JITTER_S,
            device: TableDevice | None = None, watch: Callable[[HybridStep], None] | None = None) -> Replay:
     """Simulate the recorded requests; ``seed`` moves their arrivals by up to ``jitter_s``.
@@ -244,8 +283,7 @@ def replay(recorded: Recorded, scenario: Scenario | None = None, seed: int | Non
                         recorded.output_tokens[order], float(recorded.prompt_tokens.mean()),
                         shared if scenario.share else None)
     if device is None:
-        device = TableDevice(get_model(recorded.model), get_gpu(recorded.gpu), scenario.tables(recorded.tables),
-                             host_gap_s=scenario.host_gap_s)
+        device = _device(recorded, scenario)
     seen: list[tuple[float, int, int]] = []
     asked: list[float] = []
     recomputed = 0
@@ -336,6 +374,64 @@ INGREDIENTS: tuple[Scenario, ...] = (
     Scenario("kernel times +1 %", tables=_all_kernels(1.01)),
 )
 """One thing left out or changed at a time."""
+
+
+# ------------------------------------------------------------------------------------------- the graph factor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A graph factor and what it rests on: the first ``requests``, in ``runs`` runs. ``standard_error``: of the factor, from the
+    scatter of those requests' TPOT about the simulated ones. ``one``: the last run, with a factor within the precision."""
+
+    factor: float
+    requests: int
+    standard_error: float
+    runs: int
+    one: Replay
+
+
+def calibrate(recorded: Recorded, requests: int = LEFT_OUT, *, skew: bool = True) -> Calibration:
+    """The factor on graphed steps with which the simulated mean TPOT of the first ``requests`` is the measured one.
+
+    One run with arrivals as sent for each try, by false position (Illinois), so the same every time. If the mean jumps over
+    the measured one (some request is preempted or is not), the side of the jump that is nearer.
+    """
+    if not 2 <= requests <= len(recorded):
+        raise ConfigError(f"a graph factor from {requests} requests: must be 2 to {len(recorded)}")
+    real = per_request(recorded.queued_s, recorded.first_s, recorded.last_s, recorded.output_tokens)["tpot"][:requests]
+    tried: list[tuple[float, float, Replay]] = []  # factor, mean TPOT over the measured one less 1, run
+
+    def off(factor: float) -> float:
+        if not LEAST <= factor <= MOST:
+            raise ProfileError(f"{recorded.target}: the first {requests} requests ask for a graph factor of {factor:.2f}: must be "
+                               f"{LEAST} to {MOST}, are tables and run of one engine?")
+        run = replay(recorded, Scenario("calibration", skew=skew, graph_factor=factor))
+        ours = per_request(run.queued_s, run.first_s, run.last_s, run.output_tokens)["tpot"][:requests]
+        tried.append((factor, float(ours.mean() / real.mean() - 1), run))
+        return tried[-1][1]
+
+    low = high = 1.0
+    at_low = at_high = off(1.0)
+    while at_low > 0 or at_high < 0:  # from where it is, past where it would be if TPOT went with the factor
+        if at_low > 0:
+            low /= 1 + 1.5 * at_low
+            at_low = off(low)
+        else:
+            high /= 1 + 1.5 * at_high
+            at_high = off(high)
+    while min(abs(t[1]) for t in tried) > PRECISION and high - low > PRECISION and len(tried) < MOST_RUNS:
+        share = at_low / (at_low - at_high)
+        factor = low + min(max(share, 0.05), 0.95) * (high - low)
+        here = off(factor)
+        if here < 0:
+            low, at_low, at_high = factor, here, at_high / 2
+        else:
+            high, at_high, at_low = factor, here, at_low / 2
+    factor, _, run = min(tried, key=lambda t: abs(t[1]))
+    ours = per_request(run.queued_s, run.first_s, run.last_s, run.output_tokens)["tpot"][:requests]
+    scatter = np.std(real - ours, ddof=1) / requests ** 0.5 / ours.mean()
+    return Calibration(factor, requests, float(factor * scatter), len(tried), run)
 
 
 # ------------------------------------------------------------------------------------------- comparing

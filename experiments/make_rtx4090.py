@@ -2,7 +2,8 @@
 
     python experiments/make_rtx4090.py --data <folder with kernels/, serving/ and traces/>
 
-Values are as published, times in seconds; SOURCE.md beside the output says where they are from.
+Values are as published, times in seconds; SOURCE.md beside the output says where they are from. The rows of unequal contexts
+are in experiments/data (a few of a long file): their times are sums over the three runs of a measurement, and are divided by 3.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bullet.table_device import ATTENTION_AXES, FILE, HEAD_KERNELS
+from bullet.table_skew import COLUMNS
+from bullet.table_skew import FILE as SKEW_FILE
 from bullet.units import MICRO
 
 SOURCE = {"source": "LLMServingSim's profile of vLLM 0.19.0 on an RTX 4090", "gpu": "NVIDIA GeForce RTX 4090",
           "engine": "vLLM 0.19.0, CUDA 12.8, bf16, one GPU", "repository": "casys-kaist/LLMServingSim",
           "commit": "5daddb21a545658d5150b535712d0494584b5278", "licence": "MIT, Copyright (c) 2024, CASYS Lab at KAIST"}
+SKEW = Path(__file__).parent / "data" / "rtx4090_skew_one_long.csv"
+SKEW_SOURCE = {**SOURCE, "source": "LLMServingSim's skew.csv, one longer context of n, RTX 4090",
+               "commit": "a09fa560f737a5307a75f8311c1afb749713962f"}
+SKEW_RUNS = 3
+"""A published time is the sum over so many runs (meta.yaml: measurement_iterations; tests/test_table_skew.py)."""
 OUT = Path(__file__).parent.parent / "profiles" / "rtx4090" / "llama-3.1-8b"
 
 
@@ -55,6 +63,19 @@ def kernel_tables(folder: Path) -> pa.Table:
             **{ours: int(row[theirs]) for ours, theirs in zip(ATTENTION_AXES, published, strict=True)})
     types = {"kernel": pa.string(), "seconds": pa.float64()}
     return pa.table({name: pa.array(data[name], type=types.get(name, pa.int32())) for name in names}, metadata=SOURCE)
+
+
+def skew_rows(path: Path) -> pa.Table:
+    """Decodes of which one has a longer context, and as many with the mean each; one run's seconds of one layer."""
+    names = dict(zip(COLUMNS, ("n", "kv_mean", "kv_big", "t_mean_us", "t_skew_us"), strict=True))
+    data: dict[str, list[object]] = {name: [] for name in COLUMNS}
+    for row in rows(path):
+        assert (row["regime"], row["nb"], row["pc"], row["kp"]) == ("pure", "1", "0", "0"), row
+        for ours, theirs in names.items():
+            whole = not theirs.startswith("t_")
+            data[ours].append(int(row[theirs]) if whole else float(row[theirs]) * MICRO / SKEW_RUNS)
+    types = {name: pa.float64() if name.endswith("seconds") else pa.int32() for name in COLUMNS}
+    return pa.table({name: pa.array(data[name], type=types[name]) for name in COLUMNS}, metadata=SKEW_SOURCE)
 
 
 def recorded_run(serving: Path, traces: Path) -> tuple[pa.Table, dict[str, object]]:
@@ -97,6 +118,7 @@ def main() -> None:
     data = parser.parse_args().data
     OUT.mkdir(parents=True, exist_ok=True)
     pq.write_table(kernel_tables(data / "kernels" / "llmservingsim"), OUT / FILE, compression="zstd")
+    pq.write_table(skew_rows(SKEW), OUT / SKEW_FILE, compression="zstd")
     requests, run = recorded_run(data / "serving", data / "traces")
     pq.write_table(requests, OUT / "recorded_requests.parquet", compression="zstd")
     (OUT / "recorded_run.json").write_text(json.dumps(run, sort_keys=True) + "\n", encoding="utf-8")

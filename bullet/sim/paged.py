@@ -96,7 +96,10 @@ class PagedSimulation(Simulation):
         seqs = len(step.chunks) - len(pieces)
         context = sum(past + 1 for _, new, past in step.chunks if new == 1)
         # The engine computes logits for the last token of every request, also where a prompt is not complete.
-        work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=len(step.chunks))
+        told: dict[str, int] = {}
+        if self.device.asks_longest:
+            told["longest_tokens"] = max((past + 1 for _, new, past in step.chunks if new == 1), default=0)
+        work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=len(step.chunks), **told)
         for request, gives in served:
             if gives and request.generated + state.unknown[request.id] == self.outputs[request.id]:
                 state.ending.add(request.id)
