@@ -415,19 +415,25 @@ def calibrate(recorded: Recorded, requests: int = LEFT_OUT, *, skew: bool = True
     at_low = at_high = off(1.0)
     while at_low > 0 or at_high < 0:  # from where it is, past where it would be if TPOT went with the factor
         if at_low > 0:
+            high, at_high = low, at_low
             low /= 1 + 1.5 * at_low
             at_low = off(low)
         else:
+            low, at_low = high, at_high
             high /= 1 + 1.5 * at_high
             at_high = off(high)
+    side = 0
     while min(abs(t[1]) for t in tried) > PRECISION and high - low > PRECISION and len(tried) < MOST_RUNS:
         share = at_low / (at_low - at_high)
         factor = low + min(max(share, 0.05), 0.95) * (high - low)
         here = off(factor)
         if here < 0:
-            low, at_low, at_high = factor, here, at_high / 2
+            low, at_low = factor, here
+            at_high /= 2 if side < 0 else 1
         else:
-            high, at_high, at_low = factor, here, at_low / 2
+            high, at_high = factor, here
+            at_low /= 2 if side > 0 else 1
+        side = -1 if here < 0 else 1
     factor, _, run = min(tried, key=lambda t: abs(t[1]))
     ours = per_request(run.queued_s, run.first_s, run.last_s, run.output_tokens)["tpot"][:requests]
     scatter = np.std(real - ours, ddof=1) / requests ** 0.5 / ours.mean()
