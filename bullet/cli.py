@@ -367,7 +367,7 @@ def _validate(args: argparse.Namespace) -> int:
     ingredients = validate.INGREDIENTS if args.ingredients else ()
     folder = _fresh(args.out, f"validate-{args.target}")
     create_folder(folder)
-    update, close = _progress(1 + args.jitters * (1 + len(ingredients)), "validate", args.quiet, "run")
+    update, close = _progress(validate.runs_of(args.jitters, ingredients), "validate", args.quiet, "run")
     try:
         found = validate.validate(recorded, seeds=range(args.jitters), ingredients=ingredients, progress=update)
     finally:

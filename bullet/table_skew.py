@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bullet.config import GpuSpec, ModelSpec
 from bullet.errors import ConfigError, ProfileError
@@ -70,7 +70,7 @@ class DecodeSkew:
         right = (beyond_tokens - tokens[i - 1]) / (tokens[i] - tokens[i - 1])
         return (1 - right) * seconds[i - 1] + right * seconds[i]
 
-    def _refuse(self, num_seqs: int, beyond_tokens: float, measured: str) -> None:
+    def _refuse(self, num_seqs: int, beyond_tokens: float, measured: str) -> NoReturn:
         raise ProfileError(f"{self.source}: {num_seqs} decodes of which the longest is {beyond_tokens:g} tokens beyond the mean "
                            f"lie outside what was measured ({measured}): nothing is extrapolated")
 
@@ -109,8 +109,8 @@ class SkewedTableDevice(TableDevice):
         if self.skew is not None and tokens and all(new == 1 for new, _ in pieces):
             singles = [past + 1 for _, past in pieces]  # to the kernel, decodes
             if num_seqs and longest_tokens is None:
-                raise ConfigError(f"{self.skew.source}: a batch of {num_seqs} decodes is priced by its longest context, which was "
-                                  "not told: use a policy that names its blocks (vllm-N)")
+                raise ConfigError(f"{self.skew.source}: a batch of {num_seqs} decodes is priced by its longest context, which "
+                                  "was not told: use a policy that names its blocks (vllm-N)")
             mean = (context_tokens + sum(singles)) / tokens
             longest = max(*singles, longest_tokens or 0, 0)
             assert longest >= mean, f"longest context {longest} of {tokens}, mean {mean:g}"
@@ -160,8 +160,8 @@ def skew_from_rows(rows: Sequence[Mapping[str, Any]], source: str, where: str) -
     for number, row in enumerate(rows, 1):
         sequences, mean, longest = (row[name] for name in COLUMNS[:3])
         if any(not isinstance(x, int) for x in (sequences, mean, longest)) or not (sequences > 1 and 0 < mean < longest):
-            raise ProfileError(f"{where}: row {number}: {sequences!r} sequences of mean context {mean!r}, longest {longest!r}: must "
-                               "be whole, 2 or more sequences and a longest beyond the mean")
+            raise ProfileError(f"{where}: row {number}: {sequences!r} sequences of mean context {mean!r}, longest {longest!r}: "
+                               "must be whole, 2 or more sequences and a longest beyond the mean")
         even, seconds = row["even_seconds"], row["seconds"]
         for name, value in (("even_seconds", even), ("seconds", seconds)):
             if not isinstance(value, float) or not 0 < value < 1:
@@ -171,13 +171,13 @@ def skew_from_rows(rows: Sequence[Mapping[str, Any]], source: str, where: str) -
                                "seconds?")
         found = points.setdefault(sequences, {})
         if longest - mean in found:
-            raise ProfileError(f"{where}: row {number}: {sequences} sequences, longest {longest - mean} beyond the mean, are there "
-                               "twice")
+            raise ProfileError(f"{where}: row {number}: {sequences} sequences, longest {longest - mean} beyond the mean, are "
+                               "there twice")
         found[longest - mean] = seconds - even
     if not points:
         raise ProfileError(f"{where}: needs rows")
     sizes = sorted(points)
-    curves = [((0.0,), (0.0,))]
+    curves: list[tuple[tuple[float, ...], tuple[float, ...]]] = [((0.0,), (0.0,))]
     for size in sizes:
         tokens = sorted(points[size])
         curves.append(((0.0, *map(float, tokens)), (0.0, *(points[size][t] for t in tokens))))
@@ -190,4 +190,5 @@ def check_skew(rows: Sequence[Mapping[str, Any]], device: TableDevice, where: st
         tables_s = device.attention_seconds(0.0, 0.0, row["sequences"], float(row["mean_context_tokens"]))
         if not math.isclose(row["even_seconds"], tables_s, rel_tol=0.25):
             raise ProfileError(f"{where}: row {number}: {row['even_seconds']:g} s for {row['sequences']} equal contexts of "
-                               f"{row['mean_context_tokens']}, the tables have {tables_s:g} s: are all values in seconds of one run?")
+                               f"{row['mean_context_tokens']}, the tables have {tables_s:g} s: are all values in seconds of "
+                               "one run?")
