@@ -121,7 +121,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     check.add_argument("--jitters", type=_whole, metavar="N",
                        help="rtx4090: runs with moved arrivals, seeds 0 to N - 1 (default 8)")
     check.add_argument("--ingredients", action="store_true", help="rtx4090: also leave out or change one part of the engine at a "
-                       "time (20 times as long)")
+                       "time (8 times as long)")
     check.add_argument("--data", type=Path, metavar="DIR", help="rtx4090: a folder with files as in "
                        "profiles/rtx4090/llama-3.1-8b; serving: a folder with runs that cannot be shipped, compared as well")
     check.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
