@@ -8,6 +8,7 @@ The command's line in full has what was found here, from other sources (bullet/t
    longest context of a decode batch exceeds the mean; the same in full, as the command has it.
 2. Which property of the decode batches explains those errors (least squares over these requests).
 3. The 15 statistics with what was found, on the jitters of the command.
+   Then what the line in full leaves out of it.
 4. What the statistic itself can tell: its spread over jitters of 2 and 20 ms, and over requests drawn anew.
 
 The publisher's `skew.csv` (casys-kaist/LLMServingSim, commit a09fa560f737, profiler/perf/RTX4090/.../tp1, MIT) times the same
@@ -48,6 +49,9 @@ from bullet.validate import (
 Array = NDArray[np.float64]
 SMALL_JITTER_S = 2 * MILLI
 SEEDS_OF_SPREAD = 64
+MIXED_S = 36e-9
+"""Seconds a layer for a token of the longest context beside a prompt: the middle of skew.csv's rows with 16 and 32 sequences and
+prompts of 16 to 1,024 tokens, 33 to 40 ns. To size what is left out, only."""
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts that vLLM 0.19 captures graphs for, by default with 256 sequences; smaller steps are padded to the next."""
 SKEW = ((1120, 4096, 584.542, 826.941), (2240, 8192, 1046.925, 1524.513), (560, 2048, 337.754, 457.178),
@@ -174,6 +178,30 @@ def effect(recorded: Recorded, name: str, changes: Mapping[str, Any]) -> str:
     return text + f"{np.median(np.abs(request_errors(recorded, one)['tpot'])) * 100:>9.2f}"
 
 
+def left_over(recorded: Recorded, full: Scenario) -> str:
+    """How much of the run in full the longest contexts are, and what the command still does not price."""
+    layers = get_model(recorded.model).num_layers
+    rows: list[tuple[float, ...]] = []
+
+    def look(step: HybridStep) -> None:
+        contexts = sorted(past for _, new, past in step.chunks if new == 1)
+        mean = sum(contexts) / len(contexts) if contexts else 0.0
+        beyond, second = (contexts[-1] - mean if contexts else 0.0, contexts[-2] - mean if len(contexts) > 1 else 0.0)
+        alone = len(contexts) == len(step.chunks)
+        tail_s = layers * recorded.skew.seconds(len(contexts), beyond) if alone else 0.0
+        rows.append((alone, beyond, second, tail_s, sum(new for _, new, _ in step.chunks)))
+
+    one = replay(recorded, full, watch=look)
+    alone, beyond, second, tail_s, tokens = np.array(rows).T
+    mixed = alone == 0
+    share = 100 / one.step_ends_s[-1]
+    lacking, most = share * layers * MIXED_S * beyond[mixed].sum(), GRAPH_SIZES[-1]
+    return (f"\nin full: the longest contexts take {share * tail_s.sum():.1f} % of the time; mean excess of the longest "
+            f"{beyond[~mixed].mean():,.0f} tokens, of the second longest {second[~mixed].mean():,.0f}\n"
+            f"steps with a prompt: {mixed.sum()} of {len(rows):,}, {(mixed & (tokens <= most)).sum()} of {most} tokens or fewer; "
+            f"at {MIXED_S * 1e9:.0f} ns a token and layer their longest contexts would take {lacking:.1f} % of the time")
+
+
 def statistic(recorded: Recorded) -> str:
     """Spread of TPOT P90: over arrivals, and over requests."""
     lines = ["", f"TPOT P90, {SEEDS_OF_SPREAD} replays: error of the mean, sd, of blocks of 8 seeds, %"]
@@ -219,6 +247,7 @@ def main() -> None:
                            {"per_token_s": slope_s, "factor": 1 + a})):
         print(effect(recorded, name, changes))
     print(statistic(recorded))
+    print(left_over(recorded, full))
 
 
 if __name__ == "__main__":
