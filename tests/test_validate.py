@@ -109,6 +109,20 @@ def test_ingredients_matter(recorded: validate.Recorded, replays: list[validate.
                    if f.name not in ("name", "tables")) <= 1, scenario.name
 
 
+def test_ingredients_are_left_out_of_the_line_in_full(recorded: validate.Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two of the line in full as well; each with both, but for what it leaves out; as many runs as are announced."""
+    one, seen, done = validate.replay(recorded), [], []
+    monkeypatch.setattr(validate, "replay", lambda _recorded, scenario, _seed=None: seen.append(scenario) or one)
+    monkeypatch.setattr(validate, "calibrate", lambda _recorded, requests: validate.Calibration(0.9, requests, 0.0, 1, one))
+    changes = validate.INGREDIENTS[:2]
+    validate.validate(recorded, seeds=(0, 1), ingredients=changes, progress=done.append)
+    assert sum(done) == validate.runs_of(2, changes)
+    assert {s.name: (s.skew, s.graph_factor, s.kv_scale) for s in seen} == {
+        "as recorded": (False, 1.0, 1.0), "in full": (True, 0.9, 1.0), "without skew": (False, 0.9, 1.0),
+        "without the graph factor": (True, 1.0, 1.0), "without both: tables alone": (False, 1.0, 1.0),
+        "KV blocks -5 %": (True, 0.9, 0.95), "KV blocks +5 %": (True, 0.9, 1.05)}
+
+
 def test_table_changes_are_what_they_say(recorded: validate.Recorded) -> None:
     tables = {s.name: s.tables(recorded.tables) for s in validate.INGREDIENTS}
     old = recorded.tables
@@ -133,6 +147,16 @@ def test_the_command_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["statistics"]["one_run_largest"]["statistic"] in validate.NAMES
     assert set(found["statistics_without_first_30"]["mean_error"]) == set(validate.NAMES)
     assert found["jitter_seeds"] == [0]
+    alone = found["tables_alone"]
+    assert alone["statistics_without_first_30"]["one_run_error"] != found["statistics_without_first_30"]["one_run_error"]
+    factor = found["graph_factor"]
+    assert factor["from_first"] == 30
+    assert factor["up_to_tokens"] == 512
+    assert [choice["from"] for choice in factor["other_choices"]] == ["first 60", "all, circular"]
+    assert f"x {factor['factor']:.4f}" in found["sources"]["simulated"]
+    assert "x 0." not in alone["simulated"]
+    assert "used for nothing: first 60" in text
+    assert text.index("IN FULL (judged)") < text.index("TABLES ALONE: nothing fitted")
     lines = (out / "requests.csv").read_text().splitlines()
     assert len(lines) == 301
     assert lines[0].startswith("id,prompt_tokens,output_tokens,measured_ttft_s,simulated_ttft_s")
