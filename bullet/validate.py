@@ -5,7 +5,7 @@ every table says which. Kernel times are measured tables, the scheduler is what 
 lines are given:
 
 - **tables alone**: nothing is fitted;
-- **in full**, which is judged: with the publisher's own times of unequal contexts (:mod:`bullet.table_skew`) and one factor for
+- **in full**: with the publisher's own times of unequal contexts (:mod:`bullet.table_skew`) and one factor for
   CUDA graphs and compilation, which the tables were measured without. The factor is what makes the mean TPOT of the first 30
   requests, in the run with arrivals as sent, the measured one (:func:`calibrate`). So all other requests are out of sample.
 
@@ -618,7 +618,7 @@ def table(v: Validation) -> str:
         f"           device {s['sources']['simulated']}",
         f"peer:      {s['sources']['peer']}", "", *_factor_lines(s["graph_factor"])]
     without = f"statistics_without_first_{LEFT_OUT}"
-    for title, found in (("IN FULL (judged): tables, longest context as published, graph factor", s),
+    for title, found in (("IN FULL: tables, longest context as published, graph factor of the first 30 requests", s),
                          ("TABLES ALONE: nothing fitted", s["tables_alone"])):
         lines += ["", title, "", *_statistics_table(found["statistics"], count, f"all {s['requests']} requests"),
                   "", *_statistics_table(found[without], count, f"without the first {LEFT_OUT} requests")]

@@ -156,7 +156,7 @@ def test_the_command_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"x {factor['factor']:.4f}" in found["sources"]["simulated"]
     assert "x 0." not in alone["simulated"]
     assert "used for nothing: first 60" in text
-    assert text.index("IN FULL (judged)") < text.index("TABLES ALONE: nothing fitted")
+    assert text.index("IN FULL: tables") < text.index("TABLES ALONE: nothing fitted")
     lines = (out / "requests.csv").read_text().splitlines()
     assert len(lines) == 301
     assert lines[0].startswith("id,prompt_tokens,output_tokens,measured_ttft_s,simulated_ttft_s")
