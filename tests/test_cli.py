@@ -307,7 +307,15 @@ def test_help_teaches_by_example_without_heavy_imports() -> None:
     ("None", "was answered None: must be a HybridStep or a Wait"), ("DecodeStep(108)", "must be a HybridStep or a Wait"),
     ("HybridStep(108, (Chunk(999, 5, 0),), False)", "cannot be carried out: KeyError"),
     ("HybridStep(108, (Chunk(head.id, 0, 0),), False)", "a chunk is empty"), ("HybridStep(108, (), False)", "an empty batch"),
-    ("HybridStep(108, (Chunk(head.id, 10**6, 0),), False)", "runs over its prompt")])
+    ("HybridStep(108, (Chunk(head.id, 10**6, 0),), False)", "runs over its prompt"),
+    ("HybridStep(108.0, (Chunk(head.id, 10, 0),), False)", "HybridStep with sms = 108.0: must be a whole number"),
+    ("HybridStep(108, (Chunk(head.id, 10.0, 0),), False)", "must be a tuple of Chunks of whole numbers"),
+    ("HybridStep(108, (Chunk(head.id, 10, 0),), False, reason=None)", "reason = None: must be text"),
+    ("HybridStep(108, (Chunk(head.id, 10, 0),), False, predicted_s=float('nan'))", "must be None or seconds, finite"),
+    ("HybridStep(108, (Chunk(head.id, 10, 0),), False, target=(54.5, 'x'))", "must be None or a Partition of whole numbers"),
+    ("HybridStep(108, (Chunk(head.id, 10, 0),), False, target=(2**40, 0))", "the device has 108 SMs"),
+    ("Wait('soon')", "a Wait with until_s = 'soon': must be None or a time in seconds"),
+    ("Wait(published=0.1)", "must be None or a Published of numbers")])
 def test_a_users_policy_that_answers_nonsense_is_told_what(answer: str, words: str, tmp_path: Path,
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "odd.py"
@@ -321,7 +329,9 @@ def test_a_users_policy_that_answers_nonsense_is_told_what(answer: str, words: s
 @pytest.mark.parametrize(("prefill", "decode", "words"), [
     ("None", "Wait()", "prefill was answered None: must be a PrefillStep or a Wait"),
     ("PrefillStep(55, 32, (head.id,))", "Wait()", "asked for 55 SMs: the device has 108, and a partition 2 to 106 in steps of 2"),
-    ("PrefillStep(54, 32, (head.id,))", "DecodeStep(53)", "asked for 53 SMs")])
+    ("PrefillStep(54, 32, (head.id,))", "DecodeStep(53)", "asked for 53 SMs"),
+    ("PrefillStep(54, 32.0, (head.id,))", "Wait()", "a PrefillStep with layers = 32.0: must be a whole number"),
+    ("PrefillStep(54, 32, (head.id,))", "DecodeStep(54, preempt=(7, 7))", "must be a tuple of request ids, none twice")])
 def test_a_users_two_lanes_hold_what_the_mechanism_grants(prefill: str, decode: str, words: str, tmp_path: Path,
                                                           capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "odd.py"

@@ -7,14 +7,16 @@ derived from the states and observations it was given, so a recorded run replays
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from bullet.config import PLAIN_NAMES, GpuSpec, ModelSpec
 from bullet.errors import ConfigError, UnknownOptionError
 from bullet.perf import Estimator
-from bullet.state import Decision, SplitTable, Step, SystemState
+from bullet.state import Chunk, Decision, Published, SplitTable, Step, SystemState
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,48 @@ def read_options(owner: str, options: Mapping[str, Any], defaults: Mapping[str, 
             raise ConfigError(f"policy.options.{name} = {value!r}: {owner} takes {PLAIN_NAMES[type(default)]}")
         values[name] = value
     return values
+
+
+def _whole(value: object) -> bool:
+    return hasattr(value, "__index__")  # numpy's too, no floats
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not math.isnan(value)  # numpy's floats are floats
+
+
+def _ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_whole, value)) and len(set(value)) == len(value)
+
+
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
+    "sms": (_whole, "a whole number"),
+    "layers": (_whole, "a whole number"),
+    "admit": (_ids, "a tuple of request ids, none twice"),
+    "preempt": (_ids, "a tuple of request ids, none twice"),
+    "chunks": (lambda v: isinstance(v, tuple) and all(isinstance(c, Chunk) and all(map(_whole, c)) for c in v),
+               "a tuple of Chunks of whole numbers"),
+    "predicted_s": (lambda v: v is None or (_number(v) and 0 <= v < math.inf), "None or seconds, finite and not negative"),
+    "until_s": (lambda v: v is None or _number(v), "None or a time in seconds"),
+    "published": (lambda v: v is None or (isinstance(v, Published) and all(x is None or _number(x) for x in v)),
+                  "None or a Published of numbers"),
+    "target": (lambda v: v is None or (isinstance(v, tuple) and len(v) == 2 and all(map(_whole, v))),
+               "None or a Partition of whole numbers"),
+    "reason": (lambda v: isinstance(v, str), "text"),
+})
+"""What a decision's fields take; those that are not named take anything that is true or false."""
+
+
+def check_decision(owner: str, lane: str, now_s: float, decision: Decision, num_sms: int) -> None:
+    """Refuse a user's decision with a field of another kind, before it reaches the state or the rows.
+
+    Whether what it asks for can be carried out, the state knows. ``num_sms``: the device's.
+    """
+    for name, value in getattr(decision, "_asdict", dict)().items():
+        check, allowed = _FIELDS.get(name, (bool, ""))
+        if allowed and not check(value):
+            raise ConfigError(f"policy {owner!r}: at t = {now_s:.6f} s {lane} was answered a {type(decision).__name__} with "
+                              f"{name} = {value!r}: must be {allowed}")
+        if name == "target" and value is not None and not (0 <= min(value) and max(value) <= num_sms):
+            raise ConfigError(f"policy {owner!r}: at t = {now_s:.6f} s {lane} was answered a {type(decision).__name__} with "
+                              f"target = {value!r}: the device has {num_sms} SMs")

@@ -28,7 +28,7 @@ import numpy as np
 from bullet.config import RunConfig, get_model
 from bullet.errors import ConfigError, NoProgressError
 from bullet.policies import is_custom
-from bullet.policies.base import Policy
+from bullet.policies.base import Policy, check_decision
 from bullet.results import RequestTable, RunOutcome, StepTable
 from bullet.state import (
     DECODE,
@@ -288,6 +288,8 @@ class Replay:
         started = self.clock()
         decision: Decision = self.policy.next_step(lane, state, now)
         self.host.prediction.append(self.clock() - started)
+        if is_custom(self.config.policy.name):
+            check_decision(self.config.policy.name, lane, now, decision, state.splits.num_sms)
         self.decisions += 1
         self._note("next_step", (lane, state, now, decision))
         self.wait_until_s[lane] = INFINITY
@@ -317,7 +319,7 @@ class Replay:
             return
         try:  # a user's policy: what its step breaks is its mistake, told in one line
             self._begin(lane, step, now)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, StopIteration) as exc:
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, StopIteration) as exc:
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
                               f"{type(exc).__name__}: {exc}") from exc
 

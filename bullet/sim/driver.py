@@ -25,13 +25,14 @@ from bullet.device import DeviceModel, StepWork, kv_capacity_tokens, load_device
 from bullet.errors import ConfigError, NoProgressError, PartitionError
 from bullet.perf import make_estimator
 from bullet.policies import is_custom, make_policy, needs_estimator
-from bullet.policies.base import Policy, PolicyContext
+from bullet.policies.base import Policy, PolicyContext, check_decision
 from bullet.results import RequestTable, RunOutcome, StepTable
 from bullet.sim.gpu import Flight, HybridFlight, SimulatedGpu
 from bullet.state import (
     DECODE,
     HYBRID,
     PREFILL,
+    Decision,
     DecodeStep,
     HybridStep,
     KvCache,
@@ -194,6 +195,7 @@ class Simulation:
         self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
         self._begin = self._begin_two if self.two_lanes else self._begin_one
         self._launch = self._launch_guarded if self.custom else self._begin
+        self._ask = self._ask_guarded if self.custom else policy.next_step
         self.split_changes = 0
         self.steps_ended = 0
         self.closed = 0  # finished or rejected
@@ -347,7 +349,7 @@ class Simulation:
     def _decide(self, lane: _Lane, now: float) -> Any:
         """Ask the policy, and publish its answer: a step, or ``None``: it waits."""
         started = perf_counter()
-        decision: Any = self.policy.next_step(lane.name, self.state, now)
+        decision: Any = self._ask(lane.name, self.state, now)
         self.decision_wall_s += perf_counter() - started
         self.decisions = number = self.decisions + 1
         if self.record is not None:
@@ -381,6 +383,12 @@ class Simulation:
             self._guard_waits(lane.name)
         return None
 
+    def _ask_guarded(self, lane: str, state: SystemState, now: float) -> Decision:
+        """For a user's policy: its answer is looked at."""
+        decision = self.policy.next_step(lane, state, now)
+        check_decision(self.config.policy.name, lane, now, decision, self.gpu.num_sms)
+        return decision
+
     def _launch_guarded(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         """For a user's policy: what its step breaks is its mistake, told in one line."""
         n, legal = self.gpu.num_sms, self.legal_sms
@@ -389,7 +397,7 @@ class Simulation:
                                  f"partition {min(legal)} to {max(legal)} in steps of {min(legal)}")
         try:
             self._begin(lane, step, now)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, StopIteration) as exc:
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, StopIteration) as exc:
             raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
                               f"{type(exc).__name__}: {exc}") from exc
 

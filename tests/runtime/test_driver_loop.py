@@ -184,6 +184,20 @@ def test_a_policy_that_misbehaves_is_told(answer, error, message):
         replay([(0.0, 10, 2)], Misbehaves())
 
 
+@pytest.mark.parametrize(("answer", "message"), [
+    (PrefillStep(6.0, 1, (0,)), "a PrefillStep with sms = 6.0: must be a whole number"),
+    (PrefillStep(6, 1, (0,), reason=None), "reason = None: must be text"),
+    (Wait("soon"), "a Wait with until_s = 'soon': must be None or a time"),
+])
+def test_a_users_answer_with_a_field_of_another_kind_is_told(answer, message):
+    class Misbehaves(TwoLanes):
+        def next_step(self, lane, state, now_s):
+            return answer
+
+    with pytest.raises(ConfigError, match=message):
+        replay([(0.0, 10, 2)], Misbehaves(), policy__name="mine.py:Misbehaves")
+
+
 def test_a_stop_keeps_what_is_finished_and_accounts_for_the_rest():
     calls = []
 
