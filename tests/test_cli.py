@@ -313,7 +313,7 @@ def test_help_teaches_by_example_without_heavy_imports() -> None:
     ("HybridStep(108, (Chunk(head.id, 10, 0),), False, reason=None)", "reason = None: must be text"),
     ("HybridStep(108, (Chunk(head.id, 10, 0),), False, predicted_s=float('nan'))", "must be None or seconds, finite"),
     ("HybridStep(108, (Chunk(head.id, 10, 0),), False, target=(54.5, 'x'))", "must be None or a Partition of whole numbers"),
-    ("HybridStep(108, (Chunk(head.id, 10, 0),), False, target=(2**40, 0))", "the device has 108 SMs"),
+    ("HybridStep(108, (Chunk(head.id, 10, 0),), False, target=(2**40, 0))", "must be 0 to 108 SMs for each lane"),
     ("Wait('soon')", "a Wait with until_s = 'soon': must be None or a time in seconds"),
     ("Wait(published=0.1)", "must be None or a Published of numbers")])
 def test_a_users_policy_that_answers_nonsense_is_told_what(answer: str, words: str, tmp_path: Path,

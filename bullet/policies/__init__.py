@@ -78,15 +78,18 @@ POLICIES: dict[str, Entry] = {
 }
 
 
+MOST_DIGITS = 9
+
+
 def _find(name: str) -> tuple[Entry, list[int]]:
     for pattern, entry in POLICIES.items():
-        expression = re.sub(r"\b[NP]\b", r"([0-9]{1,9})", pattern)
+        expression = re.sub(r"\b[NP]\b", r"([0-9]+)", pattern)
         match = re.fullmatch(expression, name)
         if match:
-            numbers = [int(g) for g in match.groups()]
-            if 0 in numbers:
-                raise ConfigError(f"policy {name!r}: the number must be positive")
-            return entry, numbers
+            if any(len(digits) > MOST_DIGITS or not int(digits) for digits in match.groups()):
+                shown = name if len(name) <= 40 else f"{name[:37]}..."
+                raise ConfigError(f"policy {shown!r}: the number must be 1 to {10**MOST_DIGITS - 1}")
+            return entry, [int(digits) for digits in match.groups()]
     raise ConfigError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)} (N, P: whole numbers), or give "
                       "path/to/file.py:Class")
 

@@ -97,9 +97,10 @@ def check_decision(owner: str, lane: str, now_s: float, decision: Decision, num_
     """
     for name, value in getattr(decision, "_asdict", dict)().items():
         check, allowed = _FIELDS.get(name, (bool, ""))
-        if allowed and not check(value):
-            raise ConfigError(f"policy {owner!r}: at t = {now_s:.6f} s {lane} was answered a {type(decision).__name__} with "
-                              f"{name} = {value!r}: must be {allowed}")
-        if name == "target" and value is not None and not (0 <= min(value) and max(value) <= num_sms):
-            raise ConfigError(f"policy {owner!r}: at t = {now_s:.6f} s {lane} was answered a {type(decision).__name__} with "
-                              f"target = {value!r}: the device has {num_sms} SMs")
+        if name == "target" and value is not None and check(value) and not 0 <= min(value) <= max(value) <= num_sms:
+            allowed = f"0 to {num_sms} SMs for each lane"
+        elif not allowed or check(value):
+            continue
+        kind = type(decision).__name__
+        raise ConfigError(f"policy {owner!r}: at t = {now_s:.6f} s {lane} was answered a {kind} with {name} = {value!r}: must be "
+                          f"{allowed}")

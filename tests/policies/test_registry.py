@@ -19,7 +19,7 @@ def test_names_are_checked_before_anything_is_built(name: str, kind: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "static-", "static--2", "sglang-1.5", "sglang-1024-", "vllm-1024 ", "VLLM-1024", "static-N",
-                                  "vllm-99999999999999", "sglang-²"])
+                                  "sglang-²"])
 def test_near_misses_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="unknown policy"):
         check_name(name)

@@ -162,7 +162,9 @@ def test_the_fewest_latest_decodes_make_room() -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("bulet", "unknown policy 'bulet': choose one of bullet,"), ("sglang-0", "must be positive"), ("vllm-abc", "unknown policy"),
+    ("bulet", "unknown policy 'bulet': choose one of bullet,"), ("sglang-0", "the number must be 1 to 999999999"),
+    ("vllm-99999999999", "policy .vllm-99999999999.: the number must be 1 to 999999999"),
+    ("static-" + 5000 * "9", "the number must be 1 to 999999999"), ("vllm-abc", "unknown policy"),
     ("static-999", "must be 2 to 106"), ("static-95", "in steps of 2"), ("static-108", "needs it"),
     ("vllm-64", "at least max_num_seqs"),
     ("nowhere.py:Mine", "no file nowhere.py"), ("file.py", "file.py:Class")])

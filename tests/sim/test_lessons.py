@@ -1,10 +1,14 @@
 """What users of other simulators report (shared notes, "lessons"), each line that applies here as a test that names it.
 
 Elsewhere: refusing by name and stuck runs in test_driver.py and test_invariants.py; timestamps' origin and units in
-tests/workload; provenance and budgets of profiles in tests/runtime and test_tables.py.
+tests/workload; provenance, versions and budgets of profiles (vidur#72, sarathi-serve#55) in tests/runtime and test_tables.py;
+a GPU from its data sheet alone, labelled analytic (vidur#8), in test_device.py; errors for each GPU (aiconfigurator#1205) in
+test_fit_profile.py.
 """
 
 import dataclasses
+import json
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,9 @@ import pytest
 from bullet.config import DeviceConfig, get_gpu, get_model
 from bullet.device import DeviceModel, kv_capacity_tokens
 from bullet.metrics import summarise
+from bullet.policies import describe
+from bullet.report import comparison_table, perfetto_events
+from bullet.results import RunOutcome
 from bullet.sim.driver import simulate
 from bullet.state import DECODE, PREFILL, DecodeStep, PrefillStep, Step, SystemState, Wait
 from tests.checks import finished, step_rows
@@ -196,3 +203,66 @@ def test_company_costs_time(policy: str, uncoupled: bool) -> None:
         assert ratio == pytest.approx(1.0, abs=1e-3)
     else:
         assert ratio > 1.05
+
+
+@pytest.mark.parametrize(("name", "engine"), [("vllm-N", r"vLLM \d+\.\d+\.\d+ \(V1\)"), ("sglang-N", r"SGLang \d+\.\d+\.\d+")])
+def test_a_policy_names_the_engine_and_the_version_that_it_models(name: str, engine: str) -> None:
+    """vidur#60: P50 700 % off a newer vLLM. (A trace that exceeds the context is refused by name: test_invariants.py.)"""
+    assert re.match(engine, dict(describe())[name])
+
+
+@pytest.mark.parametrize("name", ["vllm-512", "sglang-512", "static-96", "naive"])
+def test_host_gaps_are_a_parameter_of_their_own(name: str) -> None:
+    """vidur#51: CPU overhead cannot be profiled. Here it is seconds a step, in nothing else: 1 ms more of it, and each of a
+    request's steps takes 1 ms more; a prefill cut by layers has its share in each, 1 ms in all.
+
+    One request at a time: a chunk of 300 tokens (or 32 layers), then 19 iterations.
+    """
+    rows = [(10.0 * i, 300, 20) for i in range(3)]
+    device = DeviceModel(A100.model, A100.gpu, dataclasses.replace(
+        A100.coefficients, host_gap_s=A100.coefficients.host_gap_s + 1e-3))
+    before, after = (finished(run(name, rows, device=d)) for d in (A100, device))
+    for i in before:
+        assert after[i]["first_token_s"] - before[i]["first_token_s"] == pytest.approx(1e-3, abs=1e-9)
+        assert after[i]["finish_s"] - before[i]["finish_s"] == pytest.approx(20e-3, abs=1e-9)
+
+
+def test_errors_that_cancel_in_sums_show_in_their_own_figures() -> None:
+    """LLMServingSim#59: TTFT -87.5 %, TPOT +173.5 %, end to end only -14.7 %: each metric is printed by itself.
+
+    Prefill 8 s, 10 iterations of 0.8 s; against prefill 1 s and iterations of 1.5 s: 16 s end to end in both.
+    """
+    def outcome(prefill_s: float, decode_s: float) -> RunOutcome:
+        seconds = FixedDevice(lambda kind, tokens, sms: prefill_s if kind == "prefill" else decode_s)
+        return run("static-54", [(0.0, 10, 11)], device=seconds)
+
+    real, wrong = (summarise(outcome(*each)) for each in ((8.0, 0.8), (1.0, 1.5)))
+    assert real["mean_e2el_ms"] == pytest.approx(wrong["mean_e2el_ms"]) == pytest.approx(16_000)
+    assert wrong["mean_ttft_ms"] / real["mean_ttft_ms"] == pytest.approx(1 / 8)
+    assert wrong["mean_tpot_ms"] / real["mean_tpot_ms"] == pytest.approx(1.5 / 0.8)
+    shown = [line.split() for line in comparison_table([real, wrong]).splitlines() if line.startswith("static-54")]
+    assert [("8000" in row, "800.0" in row, "1000" in row, "1500.0" in row) for row in shown] == [
+        (True, True, False, False), (False, False, True, True)]
+
+
+def test_sweeps_over_the_split_and_a_timeline_show_where_the_lanes_overlap() -> None:
+    """vidur#79: wants sweeps over the split; sglang discussion 33652: where do kernels really overlap?
+
+    Every split of a sweep holds the SMs it says. The timeline's bars of both lanes overlap for as long as the steps' rows
+    say, second by second; a lock-step system has one lane and no overlap.
+    """
+    for name in ("static-24", "static-54", "static-96", "vllm-512"):
+        outcome = run(name, LOAD[:30], policy__options={"free_tails": False} if name != "vllm-512" else {})
+        steps = outcome.steps
+        if name != "vllm-512":
+            prefill_sms = int(name.removeprefix("static-"))
+            assert set(steps["sms"][steps["lane"] == PREFILL].tolist()) == {prefill_sms}
+            assert set(steps["sms"][steps["lane"] == DECODE].tolist()) == {108 - prefill_sms}
+        bars: dict[int, list[tuple[float, float]]] = {}
+        for event in map(json.loads, perfetto_events(outcome)):
+            if event["ph"] == "X":
+                bars.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+        overlap_us = sum(max(0.0, min(end_a, end_b) - max(a, b)) for a, end_a in bars.get(1, []) for b, end_b in bars.get(2, []))
+        decode = steps["lane"] == DECODE
+        assert overlap_us / 1e6 == pytest.approx(steps["corun_s"][decode].sum(), abs=1e-5)
+        assert (overlap_us > 1e6) == (name != "vllm-512")
