@@ -358,14 +358,14 @@ class DeviceConfig:
         _require(self.tensor_parallel >= 1, "device.tensor_parallel", self.tensor_parallel, "1 or more")
         _require(self.kv_tokens is None or self.kv_tokens > 0, "device.kv_tokens", self.kv_tokens, "positive")
         _require(0 < self.memory_utilization <= 1, "device.memory_utilization", self.memory_utilization,
-                 "between 0 and 1")
+                 "more than 0, and 1 or less")
         _require(self.reserve_bytes >= 0, "device.reserve_bytes", self.reserve_bytes, "0 or more")
-        _require(0 <= self.contention_scale < 1e6, "device.contention_scale", self.contention_scale, "0 or more")
+        _require(0 <= self.contention_scale <= 1e6, "device.contention_scale", self.contention_scale, "0 to 1e6")
         _require(0 < self.shared_prefill_share < 1, "device.shared_prefill_share", self.shared_prefill_share,
                  "between 0 and 1, exclusive")
-        _require(0 <= self.publish_delay_s < 1, "device.publish_delay_s", self.publish_delay_s, "0 to 1 s")
-        _require(0 <= self.reconfigure_s < 1, "device.reconfigure_s", self.reconfigure_s, "0 to 1 s")
-        _require(0 <= self.noise_std < 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
+        _require(0 <= self.publish_delay_s <= 1, "device.publish_delay_s", self.publish_delay_s, "0 to 1 s")
+        _require(0 <= self.reconfigure_s <= 1, "device.reconfigure_s", self.reconfigure_s, "0 to 1 s")
+        _require(0 <= self.noise_std <= 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
         _require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")
         _require(bool(self.timing), "device.timing (--device-model)", self.timing, "fit, table or a folder of bullet-profile fit")
 

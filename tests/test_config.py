@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet.config import PolicyConfig, RunConfig, SloConfig, WorkloadConfig, load_run_config, to_toml
+from bullet.config import DeviceConfig, PolicyConfig, RunConfig, SloConfig, WorkloadConfig, load_run_config, to_toml
 from bullet.errors import ConfigError
 from bullet.results import RunWriter, load_run
 from bullet.sim.driver import simulate
@@ -86,3 +86,15 @@ def test_a_run_stores_the_configuration_that_it_ran(tmp_path: Path) -> None:
         writer.close(outcome, {}, {})
     assert load_run(tmp_path / "run").config == outcome.config
     assert outcome.config.workload == workload
+
+
+@pytest.mark.parametrize(("key", "most", "beyond"), [
+    ("publish_delay_s", 1.0, 1.0001), ("reconfigure_s", 1.0, 2.0), ("noise_std", 1.0, 1.5), ("contention_scale", 1e6, 2e6),
+    ("memory_utilization", 1.0, 1.01)])
+def test_a_bound_that_a_message_names_is_itself_allowed(key: str, most: float, beyond: float) -> None:
+    assert getattr(DeviceConfig(**{key: most}), key) == most
+    with pytest.raises(ConfigError, match=rf"device.{key} = {beyond}: must be .*1"):
+        DeviceConfig(**{key: beyond})
+    for value in (-0.1, float("nan")):
+        with pytest.raises(ConfigError, match=f"device.{key}"):
+            DeviceConfig(**{key: value})
