@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bullet.errors import BulletError
+from bullet.signals import undisturbed
 
 if TYPE_CHECKING:
     from bullet.config import RunConfig
@@ -456,8 +457,9 @@ def _guarded(program: str, args: argparse.Namespace) -> int:
         print(f"{program}: error: {' '.join(str(exc).split())}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        by = "interrupted" if args.stopped_by == signal.SIGINT else "stopped by SIGTERM"
-        print(f"{program}: {by}; {_kept(args.kept)}", file=sys.stderr)
+        with undisturbed():
+            by = "interrupted" if args.stopped_by == signal.SIGINT else "stopped by SIGTERM"
+            print(f"{program}: {by}; {_kept(args.kept)}", file=sys.stderr)
         return 128 + int(args.stopped_by)
     except BrokenPipeError:
         # The reader of our output (head, less) has gone: nobody is left to tell.

@@ -12,10 +12,8 @@ import contextlib
 import json
 import math
 import os
-import signal
-import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -26,6 +24,7 @@ from numpy.typing import NDArray
 
 from bullet.config import RunConfig, load_run_config, to_toml
 from bullet.errors import ResultsError
+from bullet.signals import undisturbed
 
 STEP_COLUMNS: Mapping[str, str] = MappingProxyType({
     "step": "i8", "lane": "str", "kind": "str", "start_s": "f8", "end_s": "f8", "sms": "i4", "prefill_tokens": "i4",
@@ -261,7 +260,7 @@ class RunWriter:
             return
         why = "interrupted" if isinstance(exc, KeyboardInterrupt) else f"{type(exc).__name__}: {exc}"
         try:
-            with _undisturbed():
+            with undisturbed():
                 self.abort(why)
         except ResultsError:
             # A full disk stopped the run and stops this too: the part files stay, and the first error is the one to tell.
@@ -368,21 +367,6 @@ class RunWriter:
         self._say_incomplete(why, counts)
         self.ended = True
         return counts
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C or SIGTERM is not heard while a stopped run's rows are saved: a moment, and without it they are lost."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: not set from Python
-                signal.signal(number, handler)
 
 
 def _stem(cls: type[Table]) -> str:

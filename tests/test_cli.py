@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,25 @@ def test_a_second_signal_ends_a_step_at_once_with_the_rows_there_are(number: str
     run = load_run(tmp_path / "run")
     assert len(run.steps) == 299
     assert run.summary["offered"] == 100
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_second_signal_does_not_break_the_line_about_the_first(number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """The first comes while nothing runs (the report is drawn), the second while it is told what is kept."""
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def kept(folder: Path | None, tell: Callable[[Path | None], str] = cli._kept) -> str:
+        signal.raise_signal(getattr(signal, number))
+        return tell(folder)
+
+    monkeypatch.setattr("bullet.report.write_run_report", interrupted)
+    monkeypatch.setattr(cli, "_kept", kept)
+    before = signal.getsignal(signal.SIGINT)
+    assert cli.sim(["run", "--num-requests", "5", "--quiet", "--out", str(tmp_path / "o")]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_error_in_a_users_policy_is_theirs_to_see(tmp_path: Path) -> None:
