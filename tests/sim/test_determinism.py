@@ -30,7 +30,7 @@ from bullet.state import (
 )
 from bullet.workload import Workload
 from tests.checks import step_rows
-from tests.worlds import A100, FixedDevice, config, run_with
+from tests.worlds import A100, FixedDevice, config, run, run_with, times
 
 FAMILIES = ("bullet", "bullet-literal", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
 
@@ -242,6 +242,14 @@ def test_a_steady_step_is_what_asking_each_time_would_give() -> None:
         assert (once.itl_s.tolist(), once.itl_counts.tolist()) == (each.itl_s.tolist(), each.itl_counts.tolist())
         assert policies[0].observed == policies[1].observed == each.steps["actual_s"].tolist()
         assert once.decisions < each.decisions - 100
+
+
+def test_an_arrival_at_the_very_end_of_a_repeated_step_is_let_in_there() -> None:
+    """Every step takes 1 s: prefill 0-1, tokens at 2, 3, 4 in repeated steps; the second comes at 4 and is admitted at 4."""
+    outcome = run("vllm-512", [(0.0, 10, 9), (4.0, 10, 2)], device=FixedDevice(lambda kind, tokens, sms: 1.0))
+    assert outcome.decisions < 8  # steps were repeated
+    assert outcome.requests["admitted_s"].tolist() == [4.0, 0.0]  # in the order of their ends
+    assert times(outcome) == {0: (1.0, 9.0), 1: (5.0, 6.0)}
 
 
 def test_a_steady_step_that_holds_more_than_decodes_is_refused() -> None:
