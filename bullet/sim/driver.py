@@ -51,6 +51,8 @@ INFINITY = float("inf")
 STALL_DECISIONS = 20_000
 """Decisions at one instant, preemptions without one new token, or waits with nothing running and nothing to arrive,
 after which a run counts as stuck."""
+PENDING_KEPT = 1024
+"""Decisions that a lane leaves unseen before it looks without having to decide."""
 INSTANT_S = 1e-6
 """Decisions closer than this are at one instant: no step is as short, but a policy that waits may let time creep."""
 
@@ -373,7 +375,10 @@ class Simulation:
                 lane.written = number
             if published is not None:
                 lane.own = published
-            lane.other.pending.append((now + self.delay_s, number, published, target))
+            pending = lane.other.pending
+            pending.append((now + self.delay_s, number, published, target))
+            if len(pending) > PENDING_KEPT:  # the other lane has had nothing to decide for long
+                lane.other.look(now)
         if launches:
             return decision
         if decision.until_s is not None:

@@ -10,6 +10,7 @@ import pytest
 
 from bullet.errors import NoProgressError
 from bullet.results import RequestTable, RunWriter, read_table
+from bullet.sim import driver
 from bullet.sim.driver import simulate
 from bullet.state import (
     DECODE,
@@ -314,3 +315,28 @@ def test_of_two_targets_written_at_one_instant_decodes_is_the_last() -> None:
     run_with(policy, [(0.0, 10, 3), (0.0, 10, 1), (0.0, 10, 1)], device=ONE_SECOND)
     assert [seen for seen in policy.seen if seen[1] == 2.0] == [
         (PREFILL, 2.0, Partition(54, 54)), (DECODE, 2.0, Partition(54, 54))]
+
+
+def test_what_a_lane_has_not_looked_at_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request decodes for 3,000 steps and nothing arrives: prefill has nothing to decide, and then sees the last target."""
+    seen: list[int] = []
+    unseen: list[int] = []
+    running: list[driver.Simulation] = []
+
+    class Watched(driver.Simulation):
+        def run(self) -> None:
+            running.append(self)
+            super().run()
+
+    class Counting(TwoLanes):
+        def next_step(self, lane: str, state: SystemState, now_s: float) -> Step | Wait:
+            if lane == PREFILL:
+                seen.append(state.target.decode_sms)
+                return PrefillStep(96, 32, (state.queue[0].id,))
+            unseen.append(len(running[0].lanes[0].pending))
+            return DecodeStep(12, target=Partition(106, 2 + 2 * (state.decode.iteration % 3)))
+
+    monkeypatch.setattr(driver, "Simulation", Watched)
+    run_with(Counting(), [(0.0, 10, 3001), (5000.0, 10, 1)], device=ONE_SECOND, debug=False)
+    assert max(unseen) == driver.PENDING_KEPT
+    assert seen[-1] == 2 + 2 * (2999 % 3)
