@@ -37,6 +37,10 @@ class DeviceLostError(ProfileError):
     """The device answers no more: the sweep ends, what was measured is kept."""
 
 
+class TimeUpError(ProfileError):
+    """The budget ended in the midst of a point: the sweep ends there, the point is measured by the next call."""
+
+
 class BusyError(ProfileError):
     """Another process has come to the device: the sweep ends, what was measured is kept."""
 
@@ -70,13 +74,15 @@ class Bench(Protocol):
     num_units: int
     dtype: str
     table: PartitionTable
+    left_s: Callable[[], float]
+    """Seconds until the sweep's budget ends, set by the sweep; infinite before."""
 
     def allowed(self, point: Point) -> bool:
         """Whether this device can measure such a point at all."""
         ...
 
     def measure(self, point: Point) -> list[Measurement]:
-        """One row a lane timed; :class:`PointError` or :class:`DeviceLostError`."""
+        """One row a lane timed; :class:`PointError`, :class:`DeviceLostError` or :class:`TimeUpError`."""
         ...
 
     def anchor(self) -> Measurement:
@@ -94,6 +100,11 @@ class Bench(Protocol):
     def close(self) -> None:
         """Release everything; idempotent."""
         ...
+
+
+def no_limit() -> float:
+    """``left_s`` where there is no budget."""
+    return math.inf
 
 
 NO_CLOCKS: dict[str, float | None] = {"clock_sm_hz": None, "clock_mem_hz": None, "temperature_c": None, "power_w": None}
@@ -148,6 +159,7 @@ class CpuBench:
                                                   limit_bytes=limit_bytes // 8, seed=seed)
         self._built: dict[tuple[Shape, str], Any] = {}
         self._repeats: dict[tuple[Shape, str, int], int] = {}
+        self.left_s: Callable[[], float] = no_limit
         self._between: dict[Any, Callable[[], None]] = {}
         """What runs, untimed, before each replay of a shape; a replay is then one repetition."""
         # One thread cannot be split: both lanes then name the same one, which alternation permits.
@@ -195,6 +207,8 @@ class CpuBench:
                            rate, window.window_s)
 
     def _once(self, shape: Shape | str, lane: str, units: int, repetitions: int) -> timing.Interval:
+        if self.left_s() < 0:  # on a busy machine one point can last a thousand times as long as on an idle one
+            raise TimeUpError(f"the budget ended within {shape}")
         work = self._workload(shape, lane)
         self._torch.set_num_threads(units)
         if shape in self._between:
@@ -304,6 +318,7 @@ class SimulatedBench:
         self._seed = seed
         self._samples = samples
         self._anchors = 0
+        self.left_s: Callable[[], float] = no_limit
 
     def allowed(self, point: Point) -> bool:
         layers = ("prefill_layer", "decode_layer")

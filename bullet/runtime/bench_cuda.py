@@ -41,6 +41,7 @@ from bullet.runtime.bench import (
     PointError,
     anchor_shape,
     lane_units,
+    no_limit,
     other_lane,
 )
 from bullet.runtime.check import Reading
@@ -71,24 +72,27 @@ ALU_SPIN_S = 5e-4
 CLOCKS_RISE_S = 1.0
 """Full load before the first anchor. *Assumed.*"""
 PROBE_SPIN_NS = 20_000
-HANG_S = 120.0
-"""A point, an anchor or a probe that takes longer hangs. *Assumed*: the longest of an 8B model takes some seconds."""
+HANG_S, LEAST_HANG_S = 120.0, 60.0
+"""A point, an anchor or a probe that takes longer hangs; the second where the budget ends before. *Assumed*: the longest point
+of an 8B model takes some seconds, the first of a layer of ours compiles for some ten."""
 FREE_SHARE = 0.12
 """Below this share of free memory, cached graphs and data are dropped before more is built."""
 
 
 @contextmanager
-def bounded(what: str) -> Iterator[None]:
-    """End the process, status 3, if the body takes ``HANG_S``: a wait for a GPU that hangs cannot be interrupted, not
+def bounded(what: str, left_s: Callable[[], float] = no_limit) -> Iterator[None]:
+    """End the process, status 3, if the body takes ``HANG_S``, or less where the budget ends in ``left_s``: a wait for a GPU that hangs cannot be interrupted, not
     even by a signal. Rows are on disk by then, and the driver takes back the contexts of a process that ends.
     """
+    limit_s = min(HANG_S, max(LEAST_HANG_S, left_s()))
+
     def hung() -> None:
-        sys.stderr.write(f"bullet-profile: error: {what}: the GPU has not answered for {HANG_S:.0f} s: rows until here are "
+        sys.stderr.write(f"bullet-profile: error: {what}: the GPU has not answered for {limit_s:.0f} s: rows until here are "
                          "kept (`bullet-profile table` makes their table); the same command resumes\n")
         sys.stderr.flush()
         os._exit(3)
 
-    timer = threading.Timer(HANG_S, hung)
+    timer = threading.Timer(limit_s, hung)
     timer.daemon = True
     timer.start()
     try:
@@ -146,6 +150,7 @@ class CudaBench:
         self._kernels = kernels
         self._versions = versions
         self._enter = self._busy = False
+        self.left_s: Callable[[], float] = no_limit
         self._read_clocks = read_clocks
         # Whoever is here now is known: ourselves, under whatever id a container gives us, and whom the user allowed.
         self._read_processes, self._allow_busy, self._known = read_processes, allow_busy, set(read_processes())
@@ -178,7 +183,7 @@ class CudaBench:
         return not (self._kernels is None and (point.control == "alu_spin" or own))
 
     def measure(self, point: Point) -> list[Measurement]:
-        with bounded(point.key):
+        with bounded(point.key, self.left_s):
             try:
                 return self._measure(point)
             except OutOfMemoryError:  # what was cached for other points is gone now: once more
@@ -198,7 +203,7 @@ class CudaBench:
         if arrived and not self._allow_busy:
             raise BusyError(f"another process has come to the GPU ({', '.join(arrived[:3])}): rows until here are kept; end it "
                             "and run the same command again to resume, or pass --allow-busy and every row says so")
-        with bounded("anchor"), self._guard("anchor", shape.op):
+        with bounded("anchor", self.left_s), self._guard("anchor", shape.op):
             if self._anchor is None:
                 self._anchor = self._capture(lane, self._workload(shape, "prefill"), self._bytes(shape))
                 # An idle card takes a while to raise its clocks, and the first anchor must not be slow for that.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import bullet
 from bullet.config import ModelSpec, model_label
 from bullet.errors import ProfileError
-from bullet.runtime.bench import Bench, BusyError, DeviceLostError, Measurement
+from bullet.runtime.bench import Bench, BusyError, DeviceLostError, Measurement, TimeUpError
 from bullet.runtime.check import CheckReport
 from bullet.runtime.partition import Split
 from bullet.runtime.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
@@ -124,39 +125,49 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
     last_say_s = begun_s
     deadline_s = float("inf") if budget_s is None else started_s + budget_s - closing_seconds(budget_s)
     spare = () if budget_s is None else plan.spare
+    bench.left_s = lambda: deadline_s - clock()
     points = [p for p in (*plan.points, *spare) if not done.issuperset(p.row_ids(prefix))]
     planned = result.left = sum(not done.issuperset(p.row_ids(prefix)) for p in plan.points)
 
     def anchor(number: int) -> None:
         try:
             recorder.record(f"{prefix}|anchor|run {journal.run}|{number}", "anchor", "anchor", None, bench.anchor())
-        except (BusyError, DeviceLostError):
+        except (BusyError, DeviceLostError, TimeUpError):
             raise
         except ProfileError as exc:
             result.failed.append(("anchor", str(exc)))
 
+    def slower() -> float:
+        """How many times longer points take than was thought. From 5 s on: the first carry what is made once."""
+        return spent_s / planned_s if planned_s > 0 and max(planned_s, spent_s) > 5 else 1.0
+
     try:
         for index, point in enumerate(points):
-            ratio = spent_s / planned_s if planned_s > 5 else 1.0
-            if clock() + point.seconds * ratio > deadline_s:
+            if clock() + point.seconds * slower() > deadline_s:
                 result.stopped = f"budget of {budget_s:.0f} s reached" if index < planned else ""
                 break
-            if index % ANCHOR_EVERY == 0:
-                anchor(index // ANCHOR_EVERY)
-            point_began_s = clock()
-            _measure(bench, recorder, prefix, point, done, result)
+            try:
+                if index % ANCHOR_EVERY == 0:
+                    anchor(index // ANCHOR_EVERY)
+                point_began_s = clock()
+                _measure(bench, recorder, prefix, point, done, result)
+            except TimeUpError:
+                result.stopped = f"budget of {budget_s:.0f} s reached" if index < planned else ""
+                break
             result.left = max(0, planned - index - 1)
             result.beyond = max(0, index + 1 - planned)
             spent_s += clock() - point_began_s
             planned_s += point.seconds
             if clock() - last_say_s >= PROGRESS_S:
                 last_say_s = clock()
-                ratio = spent_s / planned_s if planned_s > 5 else 1.0
-                rest_s = min(ratio * sum(p.seconds for p in points[index + 1:]), max(0.0, deadline_s - clock()))
+                rest_s = min(slower() * sum(p.seconds for p in points[index + 1:]), max(0.0, deadline_s - clock()))
                 say(f"[{index + 1}/{planned}] {clock() - started_s:.0f} s, about {rest_s:.0f} s to go; "
                     f"{point.tier}: {point.key}")
         if points and result.measured:
-            anchor(1 + len(points) // ANCHOR_EVERY)
+            # From what is kept for the closing.
+            bench.left_s = lambda: float("inf") if budget_s is None else started_s + budget_s - clock()
+            with suppress(TimeUpError):
+                anchor(1 + len(points) // ANCHOR_EVERY)
     except DeviceLostError as exc:
         result.stopped, result.status = str(exc), 3
     except BusyError as exc:
@@ -179,7 +190,7 @@ def _measure(bench: Bench, recorder: _Recorder, prefix: str, point: Point, done:
                 recorder.record(row_id, point.kind, point.tier, point.split, measurement)
                 done.add(row_id)
         result.measured += 1
-    except (BusyError, DeviceLostError):
+    except (BusyError, DeviceLostError, TimeUpError):
         raise
     except ProfileError as exc:  # PointError, and what the torch reference or the quantiles refuse
         result.failed.append((point.key, str(exc)))

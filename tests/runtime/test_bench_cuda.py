@@ -425,22 +425,23 @@ def test_lost_device_keeps_rows_and_exits_3(gpu, tmp_path, capsys):
     assert all(not stub.contexts and not stub.streams for _, stub in gpu.opened)
 
 
-def test_a_gpu_that_hangs_ends_the_process_and_rows_are_kept(tmp_path):
-    """In a process of its own, since it is ended: nothing ever answers it but the bound."""
+@pytest.mark.parametrize(("limits", "left"), [("HANG_S = 0.1", ""), ("LEAST_HANG_S = 0.1", ", lambda: -1.0")])
+def test_a_gpu_that_hangs_ends_the_process_and_rows_are_kept(tmp_path, limits, left):
+    """In a process of its own, since it is ended: nothing ever answers it but the bound, the sooner where no budget is left."""
     code = textwrap.dedent("""
         import sys, threading
         from pathlib import Path
         from bullet.runtime import bench_cuda
         from bullet.tables import Journal
 
-        bench_cuda.HANG_S = 0.1
+        bench_cuda.LIMITS
         row = dict(id="a", kind="solo", op="copy", backend="none", partition="none", lane="full", sms=1, device_sms=1,
                    corunner="idle", median_s=1.0, samples=1, source="measured", gpu="g", measured_at="now")
         with Journal(Path(sys.argv[1]), {"gpu": "g", "source": "measured"}) as journal:
             journal.append(row)
-            with bench_cuda.bounded("corun|112+20"):
+            with bench_cuda.bounded("corun|112+20"LEFT):
                 threading.Event().wait()
-    """)
+    """).replace("LIMITS", limits).replace("LEFT", left)
     path = tmp_path / "samples.jsonl"
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
@@ -453,7 +454,7 @@ def test_every_wait_for_the_gpu_is_bounded(gpu, tmp_path, monkeypatch):
     depth, waits = [], []
 
     @contextmanager
-    def bounded(what):
+    def bounded(what, left_s=None):
         depth.append(what)
         try:
             yield

@@ -168,6 +168,46 @@ def test_a_machine_slower_than_assumed_measures_the_corun_matrix_and_keeps_the_b
         assert len(corun) > 20
 
 
+def test_estimates_are_corrected_before_five_planned_seconds_are_over(tmp_path):
+    """Twenty times slower, and a plan of 60 points at 0.2 s: the 12 points' 4 s each are known after the second."""
+    clock = Clock()
+    plan = plan_for(60)
+    slow = dataclasses.replace(plan, points=tuple(dataclasses.replace(p, seconds=0.2) for p in plan.points[:60]), spare=())
+    result, _ = run(tmp_path, Scripted(clock, cost_s=4.0), slow, budget_s=45.0)
+    assert result.stopped == "budget of 45 s reached"
+    assert result.measured == 10  # 43 s but for the closing: an eleventh would end at 44
+    assert clock.now - 100 == 40.0
+
+
+def test_a_point_of_a_cpu_that_outlasts_the_budget_ends_with_it(tmp_path):
+    """A busy machine: from the fourth replay on each takes 10 s. The budget's 20 s are over within the third point."""
+    pytest.importorskip("torch")
+    from bullet.runtime.bench import CpuBench
+
+    clock, turns = Clock(), itertools.count()
+    bench = CpuBench(get_model("tiny"), threads=1, replays=7, clock=lambda: clock.now)
+
+    class Work:
+        rotation = 1
+
+        def run(self, index):
+            clock.now += 0.1 if next(turns) < 12 else 10.0
+
+    bench.clock = clock
+    bench._workload = lambda shape, lane: Work()
+    points = tuple(Point("solo", None, "full", prefill("prefill_layer", n), tier="shapes", seconds=0.5) for n in (8, 16, 32))
+    plan = dataclasses.replace(plan_for(60), points=points, spare=())
+    try:
+        result, rows = run(tmp_path, bench, plan, budget_s=20.0)
+    finally:
+        bench.close()
+    assert result.stopped == "budget of 20 s reached"
+    assert result.failed == []
+    assert (result.measured, result.left) == (0, 3)
+    assert clock.now - 100 < 20 + 10.0  # one replay, not seven of each of three points
+    assert {r["kind"] for r in rows} == {"anchor"}
+
+
 def test_a_machine_faster_than_assumed_spends_the_time_left_on_what_was_cut(tmp_path):
     clock = Clock()
     bench = Scripted(clock, cost_s=lambda point: point.seconds / 4)
