@@ -208,6 +208,19 @@ class Engine:
         del sequence.tokens[tokens:]
         sequence.cached = cached
 
+    def assume_cached(self, request_id: int, tokens: int) -> None:
+        """Take a fresh request's blocks and count its first ``tokens`` as cached, without computing them: for taking the time of
+        what follows, which does not depend on what the cache holds."""
+        sequence = self._idle(request_id)
+        assert not sequence.blocks and 0 < tokens < len(sequence.tokens), (request_id, tokens, len(sequence.tokens))
+        sequence.blocks = self.pool.take(-(-len(sequence.tokens) // self.block_tokens))
+        sequence.cached = tokens
+
+    def fill_cache(self) -> None:
+        """Normal numbers all over the cache: what is assumed of it then looks like keys and values."""
+        with self.guard("filling the KV cache"):
+            self.kv.normal_()
+
     def check(self) -> None:
         """I4: every block is free or held by exactly one sequence."""
         held = [b for s in self.sequences.values() for b in s.blocks]

@@ -78,6 +78,17 @@ class FakeEngine:
         self.cached[i] = self.blocks[i] = 0
         self.log.append(("preempt", i))
 
+    def fill_cache(self):
+        pass
+
+    def assume_cached(self, i, tokens):
+        assert self.blocks[i] == 0 < tokens < self.tokens[i]
+        self.blocks[i], self.cached[i] = -(-self.tokens[i] // BLOCK), tokens
+
+    @property
+    def sequences(self):
+        return self.tokens
+
     def remove(self, i):
         self.preempt(i)
         self.log.pop()

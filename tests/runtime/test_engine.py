@@ -67,6 +67,29 @@ def test_blocks_are_taken_at_admission_and_at_a_blocks_edge():
     assert len(engine.pool.free) == 20
 
 
+def test_a_past_that_is_assumed_takes_its_blocks_and_the_step_after_it_is_the_same():
+    """The cache holds another sequence's keys and values there; as many rows, blocks and tokens as if it had been computed."""
+    engine = make()
+    engine.fill_cache()
+    for i in (1, 2):
+        engine.add(i, prompt(40, i))
+    prefill(engine, 1)
+    engine.add(3, prompt(41, 3))
+    engine.assume_cached(3, 40)
+    assert engine.sequences[3].cached == engine.sequences[1].cached == 40
+    assert len(engine.sequences[3].blocks) == len(engine.sequences[1].blocks) == 3
+    engine.check()
+    assert set(engine.decode([1, 3]).finish()) == {1, 3}
+    assert [len(engine.sequences[i].tokens) for i in (1, 3)] == [42, 42]
+    engine.assume_cached(2, 30)
+    assert list(engine.run_layers(engine.start_prefill([Chunk(2, 10, 30)]), TINY.num_layers).finish()) == [2]
+    with pytest.raises(AssertionError):
+        engine.assume_cached(2, 30)  # its blocks are there
+    for i in (1, 2, 3):
+        engine.remove(i)
+    assert len(engine.pool.free) == engine.pool.total
+
+
 def test_the_pool_counts():
     pool = BlockPool(3)
     taken = pool.take(2)
