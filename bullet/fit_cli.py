@@ -146,6 +146,9 @@ def fit_(args: argparse.Namespace) -> int:
         say(f"{coefficients.notes['gpu']}, {coefficients.notes['model']}: fitted on the rows of "
             f"{WHOSE[coefficients.notes['implementation']]}")
     say("\n".join(error_lines(coefficients.notes["errors"])))
+    for line in coefficients.notes["assumed"]:
+        if any(word in line for word in ("no measured row", "not measured", "needed", "tells bandwidth")):
+            say(f"not of these rows: {line}")
     if args.out is not None:
         try:
             (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
@@ -205,8 +208,12 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     shipped = PROFILES / out.gpu.name / model.name / "fit.json"
     own = fit_sms.sweeps_of(profile.with_shapes(rows, model))
     errors: dict[str, dict[str, float]] = {}
+    swept_on = DeviceModel(model, out.gpu, alone)
+    if any(own.values()) and not own["decode_attention"]:
+        own, swept_on, said = fit_sweep.torchs_on_sms(table, own, out, FLAT)
+        out.assumed += said
     if any(own.values()):
-        axis, errors = fit_sms.axis_of_kernels(own, DeviceModel(model, out.gpu, alone))
+        axis, errors = fit_sms.axis_of_kernels(own, swept_on)
         out.sources["sm_axis"] = "the table's own rows"
     elif sm_data is not None and out.gpu.name == "a100-80gb":
         axis, errors = fit_sms.axis_of_steps(sm_data, out.gpu, alone)

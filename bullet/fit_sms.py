@@ -164,12 +164,17 @@ def greenctx(folder: Path) -> dict[str, Sweep]:
     return {op: {shape: times for shape, times in sorted(found.items()) if 132 in times} for op, found in sweeps.items()}
 
 
+def on_unknown_sms(row: Row) -> bool:
+    """Of a partition that was not proven: it may have run on any SMs."""
+    return row["partition"] == "unproven" and bool(row["sms"] != row["device_sms"])
+
+
 def sweeps_of(rows: Sequence[Row]) -> dict[str, Sweep]:
     """The same from a table's own rows: alone, on fewer SMs than all, and on all."""
     sweeps: dict[str, Sweep] = {"gemm": {}, "decode_attention": {}, "prefill_attention": {}}
     whole = 0
     for row in rows:
-        if row["kind"] != "solo" or row["drift_ok"] is False:
+        if row["kind"] != "solo" or row["drift_ok"] is False or on_unknown_sms(row):
             continue
         whole = row["device_sms"]
         if row["op"].startswith("gemm"):

@@ -6,9 +6,10 @@ one of the two, or the coefficients would be of neither. The engine's GEMMs are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from bullet.device import DeviceModel
 from bullet.errors import ProfileError
 from bullet.fit import FitError
 from bullet.tables import ENGINE_OPS, Row, finalise, read_journal, read_parquet
+
+if TYPE_CHECKING:
+    from bullet.fit_profile import Fit
 
 IMPLEMENTATIONS = ("engine", "torch")
 NOT_THE_ENGINES = ("own_gemm_gate_up", "own_copy")
@@ -102,13 +106,40 @@ def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
     return Chosen(renamed, "engine", taken, tuple(notes))
 
 
+def torchs_on_sms(table: Sequence[Row], own: dict[str, Any], fitted: Fit, flat: Mapping[str, float]
+                  ) -> tuple[dict[str, Any], DeviceModel, tuple[str, ...]]:
+    """The SM axis where the engine's decode attention was not measured on fewer SMs than all: torch's attention instead, under
+    coefficients of its own. GEMMs alone hardly tell bandwidth against SMs: few of them are bound by bytes, and a fit of those
+    few may give all bandwidth to a few SMs. The curve is the device's, whoever asks for it.
+
+    Returns what was swept, the device that it is held against, and what to say. Without torch's either nothing is swept.
+    """
+    from bullet import fit_profile, fit_sms
+
+    theirs = fit_profile.with_shapes(of_implementation(table, "torch").rows, fitted.model)
+    there = fit_sms.sweeps_of(theirs)
+    trial = fit_profile.Fit(fitted.gpu, fitted.model, fitted.measured, values=dict(fitted.values))
+    swept, taken = {"gemm": own["gemm"], "decode_attention": {}, "prefill_attention": {}}, []
+    for op, solve in (("decode_attention", fit_profile.fit_decode), ("prefill_attention", fit_profile.fit_prefill)):
+        rows = fit_profile.of_family(theirs, op).get(fit_profile.OWN, [])
+        if there[op] and len(rows) >= 2 * fit_profile.PARAMETERS[op]:
+            solve(trial, {fit_profile.OWN: rows}, fit_profile.OWN)
+            swept[op] = there[op]
+            taken.append(op)
+    device = DeviceModel(fitted.model, fitted.gpu, fit_profile.coefficients_of(trial, flat))
+    if "decode_attention" not in taken:
+        return {}, device, ("no decode attention on fewer SMs than all tells bandwidth against SMs",)
+    return swept, device, (f"rate and bandwidth against SMs: torch's {' and '.join(taken)}, the engine's not measured there",)
+
+
 def layer_errors(rows: Sequence[Row], device: DeviceModel) -> dict[str, dict[str, float]]:
     """Whole layers alone, which no fit has seen: the sum of a layer's kernels against the layer measured, on any SMs."""
-    from bullet.fit_sms import _layer
+    from bullet.fit_sms import _layer, on_unknown_sms
 
     errors = {}
     for op in ("prefill_layer", "decode_layer"):
-        own = [r for r in rows if r["op"] == op and r["kind"] == "solo" and r["origin"] is None and r["drift_ok"] is not False]
+        own = [r for r in rows if r["op"] == op and r["kind"] == "solo" and r["origin"] is None and r["drift_ok"] is not False
+               and not on_unknown_sms(r)]
         if own:
             predicted = np.array([device.solo_seconds(_layer(device, r, ""), r["sms"]) for r in own])
             errors[f"{op}_unfitted"] = FitError.of(predicted, np.array([r["median_s"] for r in own])).as_dict()

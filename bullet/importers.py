@@ -306,7 +306,8 @@ def _times(ratio: float) -> str:
 
 def _name(row: Mapping[str, Any]) -> str:
     place = str(row.get("origin") or row["gpu"]).split()
-    return f"{place[1] if row.get('origin') and len(place) > 1 else place[0]}: row {_place(row)} ({row['op']})"
+    whose = place[1] if row.get("origin") and len(place) > 1 else " ".join(place)
+    return f"{whose}: row {_place(row)} ({row['op']})"
 
 
 def _place(row: Mapping[str, Any]) -> Any:

@@ -146,6 +146,45 @@ def test_what_the_engine_lacks_is_torchs_and_said(sweep):
     assert sum(r["op"] == "gemm_gate_up" for r in chosen.rows) == sum(r["op"] == "gemm_gate_up" for r in rows)
 
 
+def test_bandwidth_against_sms_is_torchs_attentions_where_the_engines_was_not_measured_there(tmp_path, capsys):
+    """What a budget or a broken-off sweep leaves: the engine's attention on all SMs, torch's along SMs, half of the tokens. GEMMs
+    alone may give all bandwidth to three of a hundred SMs (so they did with the first half of the rows)."""
+    rows = read_rows(swept(tmp_path / "a"))
+    last = max(r["order"] for r in rows if r["tier"] == "SM axis")
+    early = [r for r in rows if r["order"] <= last]
+    assert not any(r["op"] in ("paged_decode_attention", "own_prefill_attention") and r["split_prefill_sms"] for r in early)
+    write_parquet(tmp_path / "samples.parquet", early, {})
+    assert profile(["fit", str(tmp_path / "samples.parquet"), "--out", str(tmp_path / "out")]) == 0
+    line = "rate and bandwidth against SMs: torch's decode_attention and prefill_attention, the engine's not measured there"
+    assert f"not of these rows: {line}" in capsys.readouterr().out
+    found = DeviceCoefficients.from_json(tmp_path / "out" / "fit.json")
+    assert line in found.notes["assumed"]
+    assert found.bandwidth_knee == pytest.approx(0.4, rel=0.05)
+    assert found.decode_attention_bandwidth == pytest.approx(ENGINE.decode_attention_bandwidth, rel=0.05)
+    # Neither one's attention along SMs: A100's own axis, not that of GEMMs.
+    without = [r for r in early if not (r["op"] == "decode_attention" and r["split_prefill_sms"])]
+    write_parquet(tmp_path / "samples.parquet", without, {})
+    assert profile(["fit", str(tmp_path / "samples.parquet"), "--out", str(tmp_path / "out")]) == 0
+    found = DeviceCoefficients.from_json(tmp_path / "out" / "fit.json")
+    assert found.notes["fitted_on"]["sm_axis"] == "muxserve"
+    assert "no decode attention on fewer SMs than all tells bandwidth against SMs" in capsys.readouterr().out
+
+
+def test_rows_of_a_partition_that_was_not_proven_tell_nothing_of_sms(sweep, tmp_path):
+    """They ran on other SMs than were granted: twice as slow as they should be."""
+    rows = read_rows(sweep)
+    leaky = [r if not r["split_prefill_sms"] else
+             {**r, "partition": "unproven", "median_s": r["median_s"] * 2} if r["split_prefill_sms"] == SPLITS[0].prefill_sms else
+             {**r, "partition": "proven"} for r in rows]
+    assert sum(r["partition"] == "unproven" for r in leaky) > 30
+    write_parquet(tmp_path / "samples.parquet", leaky, {})
+    assert profile(["fit", str(tmp_path / "samples.parquet"), "--out", str(tmp_path / "out")]) == 0
+    found = DeviceCoefficients.from_json(tmp_path / "out" / "fit.json")
+    assert found.bandwidth_knee == pytest.approx(0.4, rel=0.05)
+    assert found.contention_loss == pytest.approx(ENGINE.contention_loss, abs=0.03)
+    assert found.notes["errors"]["decode_layer_unfitted"]["worst"] < 0.05
+
+
 @pytest.mark.parametrize(("keep", "message"), [
     (lambda p: p.shape.op != "paged_decode_attention" or (p.shape.context_tokens == 4096 and p.shape.batch == 1),
      "decode_attention: 1 rows of this project, at least 6 are needed to fit 3 parameters"),

@@ -212,7 +212,8 @@ class Engine:
         """Take a fresh request's blocks and count its first ``tokens`` as cached, without computing them: for taking the time of
         what follows, which does not depend on what the cache holds."""
         sequence = self._idle(request_id)
-        assert not sequence.blocks and 0 < tokens < len(sequence.tokens), (request_id, tokens, len(sequence.tokens))
+        assert not sequence.blocks, f"request {request_id} has its blocks"
+        assert 0 < tokens < len(sequence.tokens), (request_id, tokens, len(sequence.tokens))
         sequence.blocks = self.pool.take(-(-len(sequence.tokens) // self.block_tokens))
         sequence.cached = tokens
 
