@@ -244,6 +244,16 @@ def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, f
     return outcome, summary
 
 
+def check_parquet() -> None:
+    """Found before a device is opened: a run's rows cannot be kept without it."""
+    from bullet.errors import ResultsError
+
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as exc:
+        raise ResultsError(f"pyarrow is not installed ({exc}): a run's rows are kept as parquet: pip install pyarrow") from None
+
+
 def check_new_file(record: Path) -> None:
     """Found before a device is opened and a run's folder made: whether ``--record`` can be written. Leaves nothing."""
     from bullet.errors import ResultsError
@@ -268,6 +278,7 @@ def _replay(args: argparse.Namespace) -> int:
     from bullet.workload import load_workload
 
     config = run_config(args)
+    check_parquet()
     policies.check_name(config.policy.name)
     for flag, value in (("--estimator", args.estimator), ("--steps", args.steps)):
         if value is not None and not policies.needs_estimator(config.policy.name):

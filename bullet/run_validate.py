@@ -54,6 +54,7 @@ def validate(args: argparse.Namespace) -> int:
     if args.source is not None:
         folder = args.source
     else:
+        run_cli.check_parquet()
         folder = _fresh(args.out, f"validate-{args.device}")
         create_folder(folder)
         args.kept = folder
@@ -321,21 +322,28 @@ def known_by(folder: Path, given: Path | None) -> str:
 def found_drift(folder: Path, config: RunConfig) -> list[float] | None:
     """Of the step times after the runs, where they were taken."""
     before = stored_steps(folder)
-    if (folder / "steps-after.json").is_file():
-        return drift(before, StepProfile.from_json(folder / "steps-after.json"))
-    if not (folder / "sweep-after").is_dir():
-        return None
     try:
+        if (folder / "steps-after.json").is_file():
+            return drift(before, StepProfile.from_json(folder / "steps-after.json"))
+        if not (folder / "sweep-after").is_dir():
+            return None
         return drift(before, profile_of_sweep(folder, get_model(config.device.model), "sweep-after", None))
     except ProfileError:  # cut short
         return None
 
 
 def drift(before: StepProfile, after: StepProfile) -> list[float]:
-    """Step times after the runs over those before: median, least, greatest. What no simulation can know."""
-    pairs = [*zip(before.prefill_s, after.prefill_s, strict=True),
-             *((a, b) for x, y in zip(before.decode_s, after.decode_s, strict=True) for a, b in zip(x, y, strict=True))]
-    ratios = [b / a for a, b in pairs]
+    """Step times after the runs over those before, at the sizes that both have: median, least, greatest. What no simulation can
+    know."""
+    def times(profile: StepProfile) -> dict[tuple[int, ...], float]:
+        decodes = {(b, c): s for b, row in zip(profile.batches, profile.decode_s, strict=True)
+                   for c, s in zip(profile.contexts, row, strict=True)}
+        return {**{(t,): s for t, s in zip(profile.prefill_tokens, profile.prefill_s, strict=True)}, **decodes}
+
+    first, second = times(before), times(after)
+    ratios = [second[size] / first[size] for size in first if size in second]
+    if not ratios:
+        raise ProfileError("drift: the step times before and after have no size in common")
     return [float(np.median(ratios)), min(ratios), max(ratios)]
 
 

@@ -82,7 +82,8 @@ FREE_SHARE = 0.12
 @contextmanager
 def bounded(what: str, left_s: Callable[[], float] = no_limit) -> Iterator[None]:
     """End the process, status 3, if the body takes ``HANG_S``, or less where the budget ends in ``left_s``: a wait for a GPU
-    that hangs cannot be interrupted, not even by a signal. Rows are on disk by then, and the driver takes back the contexts of a process that ends.
+    that hangs cannot be interrupted, not even by a signal. Rows are on disk by then, and the driver takes back the contexts of
+    a process that ends.
     """
     limit_s = min(HANG_S, max(LEAST_HANG_S, left_s()))
 

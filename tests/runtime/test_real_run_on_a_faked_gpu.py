@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from itertools import count
 
@@ -133,3 +134,36 @@ def test_a_validation_on_a_gpu_measures_each_split_and_closes_the_loop(served, c
     result = json.loads((out / "validation.json").read_text())
     assert result["device"] == "analytic"
     assert result["runs"][0]["completed"] == [4, 4]
+
+
+def test_a_gpu_machine_without_what_only_the_simulator_needs_measures_and_says_so(served, capsys, monkeypatch):
+    """torch, triton, cuda-bindings, numpy and pyarrow are all that measuring asks for; the table is made elsewhere."""
+    from bullet.runtime import machine as opening
+
+    for name in ("simpy", "scipy", "sklearn", "pandas", "matplotlib", "tqdm", "transformers", "safetensors"):
+        monkeypatch.setitem(sys.modules, name, None)
+        for part in [m for m in sys.modules if m.startswith(f"{name}.")]:
+            monkeypatch.setitem(sys.modules, part, None)
+    monkeypatch.setattr(opening, "measure_steps", partial(
+        opening.measure_steps, prefill_tokens=(1, 16), batches=(1, 2), contexts=(16, 32), clock=count(0.0, 0.2).__next__))
+    monkeypatch.setitem(run_validate.LENGTHS, False, ((8, 60), (2, 6)))
+    status, out, gpu = served("naive", command=("validate", "--policies", "naive", "--num-requests", "4", "--rate", "50",
+                                                "--budget-s", "100"))
+    text, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    assert "measured; simpy is not installed here: bullet-run validate --from" in text
+    assert json.loads((out / "real" / "naive" / "summary.json").read_text())["completed"] == 4
+    assert nothing_left(gpu)
+
+
+def test_without_pyarrow_no_device_is_opened(served, capsys, monkeypatch):
+    """Its rows could not be kept: found before anything is measured."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for command in (None, ("validate", "--policies", "naive")):
+        status, out, gpu = served("naive", command=command)
+        err = capsys.readouterr().err
+        assert status == 2
+        assert err.count("\n") == 1
+        assert "pyarrow is not installed" in err
+        assert gpu.cuda.log == []
+        assert not out.exists()

@@ -81,6 +81,15 @@ def test_drift_is_after_over_before():
     assert run_validate.drift(PROFILE, slower) == pytest.approx([1.0, 1.0, 2.0])
 
 
+def test_drift_is_of_the_sizes_that_both_have():
+    """A second sweep that its budget cut: a prompt size and a context fewer."""
+    cut = dataclasses.replace(PROFILE, prefill_tokens=(1, 500), prefill_s=(0.004, 0.200), contexts=(20,),
+                              decode_s=tuple((3 * s,) for s in DECODE_S))
+    assert run_validate.drift(PROFILE, cut) == pytest.approx([3.0, 1.0, 4.0])
+    with pytest.raises(ProfileError, match="no size in common"):
+        run_validate.drift(PROFILE, dataclasses.replace(cut, prefill_tokens=(2, 3), batches=(3, 4)))
+
+
 def test_splits_are_those_that_the_machine_granted():
     granted = dataclasses.replace(PROFILE, num_sms=132, decode_sms=((16, 3.0), (28, 2.0), (132, 1.0)))
     config = load_run_config(None, {})
