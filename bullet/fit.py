@@ -62,7 +62,10 @@ def check_peaks(what: str, flops: Array, bytes_: Array, seconds: Array, gpu: Gpu
 
 def _solve(residual: Callable[[Array], Array], start: Sequence[float], low: Sequence[float],
            high: Sequence[float]) -> Array:
-    from scipy.optimize import least_squares
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as exc:
+        raise ProfileError(f"scipy is not installed ({exc}): a fit needs it: pip install 'bullet-llm[fit]'") from None
 
     found = least_squares(residual, start, bounds=(low, high), loss="soft_l1", f_scale=0.05, x_scale=np.abs(start),
                           diff_step=1e-4, max_nfev=400)

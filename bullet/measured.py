@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +87,55 @@ class StepProfile:
         def tuples(value: Any) -> Any:
             return tuple(tuples(v) for v in value) if isinstance(value, list) else value
 
+        if not isinstance(raw, dict):
+            raise ValueError("must be an object")
         profile = cls(**{name: tuples(value) for name, value in raw.items() if name != "source"})
-        times = [*profile.prefill_s, *(s for row in profile.decode_s for s in row)]
-        if not (len(profile.prefill_s) == len(profile.prefill_tokens) > 1 and all(s > 0 for s in times)
-                and len(profile.decode_s) == len(profile.batches) > 1 and len(profile.contexts) > 1
-                and all(len(row) == len(profile.contexts) for row in profile.decode_s)):
-            raise ValueError("two sizes or more on each axis, every time positive")
+        profile._check()
         return profile
+
+    def _check(self) -> None:
+        """``ValueError`` with what is not so: a file may have been written by hand."""
+        def require(fits: bool, what: str) -> None:
+            if not fits:
+                raise ValueError(what)
+
+        for name in ("hardware", "partition", "model"):
+            require(isinstance(getattr(self, name), str), f"{name}: must be text")
+        require(isinstance(self.turns, bool), "turns: must be true or false")
+        require(_whole(self.num_sms) and self.num_sms > 0, "num_sms: must be a whole number, 1 or more")
+        for name in ("prefill_tokens", "batches", "contexts"):
+            sizes = getattr(self, name)
+            require(isinstance(sizes, tuple) and len(sizes) > 1 and all(_whole(n) and n > 0 for n in sizes)
+                    and list(sizes) == sorted(set(sizes)), f"{name}: must be two or more whole numbers, ascending")
+        require(_positive(self.prefill_s, len(self.prefill_tokens)),
+                "prefill_s: must be a positive time for each of prefill_tokens")
+        require(isinstance(self.decode_s, tuple) and len(self.decode_s) == len(self.batches)
+                and all(_positive(row, len(self.contexts)) for row in self.decode_s),
+                "decode_s: must be a positive time for each of batches and contexts")
+        for name in ("launch_s", "head_s", "pair_s"):
+            require(_number(getattr(self, name)) and getattr(self, name) >= 0, f"{name}: must be a number, 0 or more")
+        for name in ("prefill_sms", "decode_sms"):
+            curve = getattr(self, name)
+            require(isinstance(curve, tuple) and len(curve) > 0 and all(
+                isinstance(row, tuple) and len(row) == 2 and _whole(row[0]) and _positive(row[1:], 1) for row in curve)
+                and [row[0] for row in curve] == sorted({row[0] for row in curve} | {self.num_sms})
+                and 0 < curve[0][0] <= curve[-1][0] == self.num_sms,
+                f"{name}: must be (SMs, positive factor), ascending, the last of num_sms")
+        require(isinstance(self.corun, tuple) and all(
+            isinstance(row, tuple) and len(row) == 4 and _whole(row[0]) and _whole(row[1]) and _positive(row[2:], 2)
+            for row in self.corun), "corun: must be (prefill's SMs, decode's SMs, two positive slow-downs)")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(values: Any, count: int) -> bool:
+    return isinstance(values, tuple) and len(values) == count and all(_number(v) and v > 0 for v in values)
 
 
 def along(x: float, nodes: Sequence[float], values: Sequence[float]) -> float:

@@ -1,5 +1,6 @@
 """A CPU's sweep to step times: by hand from made-up rows, through the files, into a simulation."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,28 @@ def test_from_a_sweeps_folder_to_a_simulation(tmp_path: Path, capsys: pytest.Cap
     assert "step times of model tiny, not of llama-3.1-8b" in capsys.readouterr().err
     assert sim([*run, "--model", "tiny", "--set", "device.tensor_parallel=2", "--out", str(tmp_path / "no")]) == 2
     assert "step times of one device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"launch_s": -1.0}, "launch_s: must be a number, 0 or more"), ({"pair_s": "x"}, "pair_s: must be a number"),
+    ({"head_s": float("inf")}, "head_s: must be a number"), ({"turns": "no"}, "turns: must be true or false"),
+    ({"prefill_tokens": [64, 16, 1, 256]}, "prefill_tokens: must be two or more whole numbers, ascending"),
+    ({"prefill_tokens": [1, 1, 1, 1]}, "prefill_tokens: must be"), ({"contexts": ["a", "b", "c"]}, "contexts: must be"),
+    ({"prefill_s": [1.0, 2.0]}, "prefill_s: must be a positive time for each"),
+    ({"decode_s": [[1.0] * 3, [1.0] * 3, [1.0, 1.0, float("nan")]]}, "decode_s: must be a positive time for each"),
+    ({"prefill_sms": []}, "prefill_sms: must be"), ({"decode_sms": [[1]]}, "decode_sms: must be"),
+    ({"decode_sms": [[1, -3.0]]}, "decode_sms: must be"), ({"prefill_sms": [[7, 1.0]]}, "the last of num_sms"),
+    ({"corun": [[1]]}, "corun: must be"), ({"model": 3}, "model: must be text"), (None, "must be an object")])
+def test_step_times_that_cannot_be_are_one_line_with_the_file(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object] | None, message: str) -> None:
+    good = json.loads(fit_steps.profile_of(made_rows(), TINY).to_json())
+    (tmp_path / "steps.json").write_text(json.dumps([] if change is None else {**good, **change}))
+    run = ["run", "--trace", "azure-code", "--num-requests", "2", "--model", "tiny", "--policy", "vllm-256", "--no-report"]
+    assert sim([*run, "--quiet", "--device-model", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{tmp_path / 'steps.json'}: cannot be read as step times" in err
+    assert message in err
 
 
 @pytest.mark.parametrize(("op", "message"), [

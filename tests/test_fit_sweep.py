@@ -1,5 +1,6 @@
 """A fit of a sweep that holds torch's operations and the engine's: the one that was asked for comes back, through the files."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,16 @@ def test_too_few_rows_are_one_line(tmp_path, capsys, keep, message):
     assert err.count("\n") == 1
     assert message in err
     assert not (tmp_path / "out" / "fit.json").exists()
+
+
+def test_without_scipy_a_fit_is_one_line(sweep, capsys, monkeypatch):
+    """The base install has none, and the GPU's machine need not."""
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert profile(["fit", str(sweep)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "scipy is not installed" in err
+    assert "pip install 'bullet-llm[fit]'" in err
 
 
 def test_a_folder_without_rows_another_model_and_a_public_table_are_refused(sweep, tmp_path, capsys):
