@@ -1,5 +1,7 @@
 """Metrics of three requests worked out by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,17 @@ def test_the_summary_by_hand() -> None:
     assert s["split_changes_per_s"] == 1.5
     assert s["sm_share"] == {"idle": 1.0}
     assert s["source"] == "simulated"
+
+
+def test_the_estimators_error_is_the_mean_of_single_steps() -> None:
+    """1 s predicted of 2 (50 %), 3 of 2 (50 %), 2 of 1.6 (25 %), one step without a prediction: 41.7 %. Signs do not cancel."""
+    def step(predicted_s: float | None, actual_s: float) -> tuple[object, ...]:
+        return (0, "decode", "decode", 0.0, actual_s, 12, 0, 4, 40, 0, 4, predicted_s, actual_s, 0.0, 0, 0, 0, 12, 12, "")
+
+    toy = outcome(ROWS)
+    steps = StepTable.from_rows([step(1.0, 2.0), step(3.0, 2.0), step(2.0, 1.6), step(None, 9.0)])
+    assert metrics.summarise(dataclasses.replace(toy, steps=steps))["prediction_error_mean"] == pytest.approx(1.25 / 3)
+    assert metrics.summarise(toy)["prediction_error_mean"] is None
 
 
 def test_attainment_under_both_readings() -> None:

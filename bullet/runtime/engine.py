@@ -221,6 +221,8 @@ class Engine:
         """Normal numbers all over the cache: what is assumed of it then looks like keys and values."""
         with self.guard("filling the KV cache"):
             self.kv.normal_()
+            if self._cuda is not None:
+                self._cuda.synchronize()  # no lane's stream waits for the default one
 
     def check(self) -> None:
         """I4: every block is free or held by exactly one sequence."""

@@ -249,6 +249,14 @@ def test_a_lanes_context_is_current_around_every_capture_and_launch_where_that_i
     assert inside == []
 
 
+def test_a_filled_cache_is_waited_for():
+    """It is filled on the default stream, for which no lane waits: the first step would be timed beside it."""
+    cuda, engine, *_ = fake()
+    cuda.log.clear()
+    engine.fill_cache()
+    assert cuda.log == ["synchronize"]
+
+
 def test_graphs_decode_as_eager_does_whatever_the_bucket_and_the_lane():
     cuda, engine, (prefill_lane, small, large) = fake()
     engine.capture([small, large])
