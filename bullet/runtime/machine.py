@@ -348,7 +348,13 @@ def measure_steps(opened: Opened, model: ModelSpec, *, seed: int = 0, repeats: i
     contexts = [c for c in contexts or ((16, 64, 192) if cpu else (128, 1024, 2048)) if c <= room]
     batches = list(batches or ((1, 4, 12) if cpu else (1, 8, 32, 64, 128)))
     blocks = machine.kv_blocks // 2
-    batches = [b for b in batches if contexts and b * (-(-(contexts[-1] + 16) // KV_BLOCK_TOKENS)) <= blocks]
+
+    def fitting() -> list[int]:
+        return [b for b in batches if contexts and b * (-(-(contexts[-1] + 16) // KV_BLOCK_TOKENS)) <= blocks]
+
+    while len(contexts) > 2 and len(fitting()) < 2:  # two batches tell more than a third context: 8B's weights on 24 GiB
+        contexts.pop()
+    batches = fitting()
     if len(sizes) < 2 or len(contexts) < 2 or len(batches) < 2:
         raise ProfileError(f"step times: longest sequence of {engine.max_tokens} tokens and {machine.kv_blocks} KV blocks leave "
                            "too few sizes to measure: raise device.kv_tokens, take longer requests, or give --steps FILE")

@@ -268,7 +268,8 @@ def test_step_times_of_another_model_or_machine_are_refused(trace, model, tmp_pa
     here = {"model": "small", "hardware": "CPU, no partition"}
     for changes, words in (({}, "steps.json: step times of tiny, the model is small: measure its own"),
                            ({"model": "small"}, "step times of a box with 108 SMs, this is CPU, no partition with 108"),
-                           ({**here, "num_sms": 132}, "with 132 SMs, this is CPU, no partition with 108: measure them here")):
+                           ({**here, "num_sms": 132, "prefill_sms": ((132, 1.0),), "decode_sms": ((132, 1.0),)},
+                            "with 132 SMs, this is CPU, no partition with 108: measure them here")):
         path.write_text(dataclasses.replace(PROFILE, **changes).to_json())
         assert run(*replay_args(trace, model, tmp_path / "out", "bullet"), "--steps", path) == 2
         assert words in one_line(capsys)

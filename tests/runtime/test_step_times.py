@@ -20,11 +20,11 @@ def seconds(kind, tokens, layers):
     return 0.008 if kind == "decode" else 0.004 + tokens * FLOPS_PER_TOKEN / FLOPS_PER_S * layers / 32
 
 
-def opened(clock):
+def opened(clock, blocks=50_000):
     pairs = ((116, 16), (108, 24), (92, 40), (76, 56), (60, 72), (36, 96))
-    engine = FakeEngine(clock, seconds, turns=False, blocks=50_000, max_tokens=8704, layers=32)
+    engine = FakeEngine(clock, seconds, turns=False, blocks=blocks, max_tokens=8704, layers=32)
     splits = SplitTable(132, np.array([d for _, d in pairs], dtype=np.int64))
-    machine = Machine(engine, splits, 50_000, lambda name, sms: (name, sms), "fake", "fake", False, engine.free)
+    machine = Machine(engine, splits, blocks, lambda name, sms: (name, sms), "fake", "fake", False, engine.free)
     return Opened(machine, get_gpu("h200"), pairs, lambda: None)
 
 
@@ -45,3 +45,14 @@ def test_step_times_of_an_8b_model_leave_most_of_a_gpus_minute_to_the_runs():
     assert profile.prefill_s[-1] == pytest.approx(seconds("prefill", 8192, 32))
     assert profile.launch_s == pytest.approx(0.004)
     assert machine.machine.engine.free() == 50_000  # every sequence is gone again
+
+
+def test_what_24_gib_leave_beside_8b_weights_is_enough():
+    """Llama-3.1-8B in bf16 takes 15.0 GiB; of 23.5 less 1 for contexts and 4 kept free, 3.5 GiB hold 1,790 blocks of 2 MiB. Half of
+    them hold 6 sequences of 2,048 tokens: the longest context is left out, and 8 sequences of 1,024 are measured."""
+    clock = FakeClock(1e-4)
+    machine = opened(clock, 1790)
+    profile = measure_steps(machine, LLAMA, repeats=1, clock=clock)
+    assert (profile.batches, profile.contexts) == ((1, 8), (128, 1024))
+    assert profile.prefill_tokens[-1] == 8192
+    assert machine.machine.engine.free() == 1790
