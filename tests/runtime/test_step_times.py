@@ -48,8 +48,8 @@ def test_step_times_of_an_8b_model_leave_most_of_a_gpus_minute_to_the_runs():
 
 
 def test_what_24_gib_leave_beside_8b_weights_is_enough():
-    """Llama-3.1-8B in bf16 takes 15.0 GiB; of 23.5 less 1 for contexts and 4 kept free, 3.5 GiB hold 1,790 blocks of 2 MiB. Half of
-    them hold 6 sequences of 2,048 tokens: the longest context is left out, and 8 sequences of 1,024 are measured."""
+    """Llama-3.1-8B in bf16 takes 15.0 GiB; of 23.5 less 1 for contexts and 4 kept free, 3.5 GiB hold 1,790 blocks of 2 MiB.
+    Half of them hold 6 sequences of 2,048 tokens: the longest context is left out, and 8 sequences of 1,024 are measured."""
     clock = FakeClock(1e-4)
     machine = opened(clock, 1790)
     profile = measure_steps(machine, LLAMA, repeats=1, clock=clock)
