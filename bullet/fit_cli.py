@@ -149,6 +149,8 @@ def fit_(args: argparse.Namespace) -> int:
     for line in coefficients.notes["assumed"]:
         if any(word in line for word in ("no measured row", "not measured", "needed", "tells bandwidth")):
             say(f"not of these rows: {line}")
+        elif "beside other processes" in line:
+            say(line)
     if args.out is not None:
         try:
             (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
@@ -204,6 +206,8 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     rows = chosen.rows
     out = profile.fit_profile(rows, model, borrowed=borrowed, asked=asked, borrow=borrow)
     out.assumed += chosen.notes
+    if busy := sum(r["busy"] is True for r in rows):
+        out.assumed.append(f"{busy} of {len(rows)} rows were measured beside other processes (--allow-busy), taken as they are")
     alone = profile.coefficients_of(out, FLAT)
     shipped = PROFILES / out.gpu.name / model.name / "fit.json"
     own = fit_sms.sweeps_of(profile.with_shapes(rows, model))

@@ -200,6 +200,15 @@ def test_too_few_rows_are_one_line(tmp_path, capsys, keep, message):
     assert not (tmp_path / "out" / "fit.json").exists()
 
 
+def test_rows_taken_beside_other_processes_are_said(sweep, tmp_path, capsys):
+    rows = [{**r, "busy": i < 10} for i, r in enumerate(read_rows(sweep))]
+    write_parquet(tmp_path / "samples.parquet", rows, {})
+    assert profile(["fit", str(tmp_path / "samples.parquet"), "--implementation", "torch"]) == 0
+    assert "rows were measured beside other processes (--allow-busy), taken as they are" in capsys.readouterr().out
+    assert profile(["fit", str(sweep)]) == 0
+    assert "beside other processes" not in capsys.readouterr().out
+
+
 def test_without_scipy_a_fit_is_one_line(sweep, capsys, monkeypatch):
     """The base install has none, and the GPU's machine need not."""
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
