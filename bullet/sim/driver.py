@@ -2,7 +2,8 @@
 
 At a boundary (a step ends, a request arrives while a lane is idle, a wait is over): finish what ended, let arrivals
 in, ask the policy for each idle lane that has work, launch, settle the device, sleep until the next boundary. One
-simpy event is pending at any time; steps that a policy calls steady are repeated without one. The real runtime has a loop of the same shape; the two are kept apart on purpose.
+simpy event is pending at any time; steps that a policy calls steady are repeated without one. The real runtime has a
+loop of the same shape; the two are kept apart on purpose.
 """
 
 from __future__ import annotations
