@@ -15,6 +15,7 @@ from bullet.device import ANALYTIC_FROM, PROFILES, DeviceCoefficients, DeviceMod
 from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.fit_sms import AXIS, FLAT
 from bullet.measured import StepProfile
+from bullet.results import write_text
 from bullet.tables import Row
 
 DEFAULT_GPU = "a100-80gb"
@@ -48,6 +49,7 @@ def add_commands(commands: Any) -> None:
     get.add_argument("--gpu", choices=IMPORTABLE, default="a100-80gb")
     get.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
     get.add_argument("--out", type=Path, help="file to write (default profiles/<gpu>/llama-3.1-8b/samples.parquet)")
+    get.add_argument("--replace", action="store_true", help="write over a file that is there")
     get.set_defaults(handler=import_)
     fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=FIT_EXAMPLES)
@@ -64,6 +66,7 @@ def add_commands(commands: Any) -> None:
     fitter.add_argument("--borrow", action="append", default=[], metavar="FAMILY",
                         help="take a family of which the table has too few rows from A100's fit; may be repeated")
     fitter.add_argument("--out", type=Path, help="folder for fit.json and SOURCE.md; without it nothing is written")
+    fitter.add_argument("--replace", action="store_true", help="write over a fit in --out that differs")
     fitter.set_defaults(handler=fit_)
     show = commands.add_parser("show", help="coefficients and errors of a profile, or what a table holds",
                                formatter_class=argparse.RawDescriptionHelpFormatter, epilog=SHOW_EXAMPLES)
@@ -91,8 +94,10 @@ def import_(args: argparse.Namespace) -> int:
     from bullet.importers import import_public
     from bullet.tables import write_parquet
 
-    rows = import_public(args.gpu, args.data)
     out: Path = args.out or PROFILES / args.gpu / "llama-3.1-8b" / "samples.parquet"
+    if out.exists() and not args.replace:
+        raise ResultsError(f"{out}: is there: choose another --out, or say --replace")
+    rows = import_public(args.gpu, args.data)
     _folder(out.parent)
     write_parquet(out, rows, {"gpu": args.gpu, "source": "measured"})
     say("\n".join(listing(rows)))
@@ -105,6 +110,17 @@ def _folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ResultsError(f"{path}: cannot be made ({exc.strerror}): choose another --out") from None
+
+
+def _write(path: Path, text: str, replace: bool) -> None:
+    """The same bytes again are no loss; others are refused unless asked for."""
+    try:
+        kept = path.read_bytes() if path.exists() else None
+    except OSError as exc:
+        raise ResultsError(f"{path}: cannot be read ({exc.strerror}): choose another --out") from None
+    if not replace and kept not in (None, text.encode()):
+        raise ResultsError(f"{path}: is there and differs: choose another --out, or say --replace")
+    write_text(path, text)
 
 
 def listing(rows: Sequence[Row]) -> list[str]:
@@ -152,11 +168,8 @@ def fit_(args: argparse.Namespace) -> int:
         elif "beside other processes" in line:
             say(line)
     if args.out is not None:
-        try:
-            (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
-            write_page(args.out / "SOURCE.md", source_page(coefficients, rows, model))
-        except OSError as exc:
-            raise ResultsError(f"{args.out}: cannot be written ({exc.strerror}): choose another --out") from None
+        _write(args.out / "fit.json", coefficients.to_json(), args.replace)
+        write_page(args.out / "SOURCE.md", source_page(coefficients, rows, model))
         say(f"wrote {args.out / 'fit.json'} and SOURCE.md")
     return 0
 
@@ -167,7 +180,7 @@ def _fit_steps(args: argparse.Namespace, rows: Sequence[Row], model: ModelSpec) 
                         ("--borrow", args.borrow), ("--sm-data", args.sm_data)):
         if value:
             raise ConfigError(f"{flag}: a CPU's rows are not fitted but interpolated, the engine's steps as they are")
-    profile = write_steps(rows, model, args.out)
+    profile = write_steps(rows, model, args.out, args.replace)
     say(f"{profile.hardware}, {profile.model}: {len(profile.prefill_tokens)} prefills and {len(profile.batches)} x "
         f"{len(profile.contexts)} decode iterations of the engine, interpolated; nothing is fitted to a CPU")
     if args.out is not None:
@@ -175,7 +188,7 @@ def _fit_steps(args: argparse.Namespace, rows: Sequence[Row], model: ModelSpec) 
     return 0
 
 
-def write_steps(rows: Sequence[Row], model: ModelSpec, out: Path | None) -> StepProfile:
+def write_steps(rows: Sequence[Row], model: ModelSpec, out: Path | None, replace: bool = False) -> StepProfile:
     """``steps.json`` and ``SOURCE.md`` into a folder, from a CPU's rows."""
     from bullet import fit_steps
     from bullet.fit_source import write_page
@@ -183,11 +196,8 @@ def write_steps(rows: Sequence[Row], model: ModelSpec, out: Path | None) -> Step
     profile = fit_steps.profile_of(rows, model)
     if out is not None:
         _folder(out)
-        try:
-            (out / "steps.json").write_text(profile.to_json(), encoding="utf-8")
-            write_page(out / "SOURCE.md", fit_steps.page(rows, profile, model))
-        except OSError as exc:
-            raise ResultsError(f"{out}: cannot be written ({exc.strerror}): choose another --out") from None
+        _write(out / "steps.json", profile.to_json(), replace)
+        write_page(out / "SOURCE.md", fit_steps.page(rows, profile, model))
     return profile
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bullet.config import ModelSpec
 from bullet.device import DeviceCoefficients
+from bullet.results import write_text
 from bullet.tables import ENGINE_OPS, Row
 
 TITLES = {"gemm": "GEMM tiles, bandwidth, overheads", "rowwise": "norm, rotary, activation, embedding",
@@ -78,7 +79,7 @@ WHOSE = {"engine": "the engine's own kernels (its GEMMs are torch's)", "torch": 
 def write_page(path: Path, page: str) -> None:
     """Write or replace the part below :data:`MARK`."""
     own = path.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if path.is_file() else ""
-    path.write_text((own + "\n\n" if own else "") + MARK + "\n" + page, encoding="utf-8")
+    write_text(path, (own + "\n\n" if own else "") + MARK + "\n" + page)
 
 
 def source_page(coefficients: DeviceCoefficients, rows: Sequence[Row], model: ModelSpec) -> str:

@@ -22,7 +22,6 @@ from bullet.tables import ENGINE_OPS, Row, finalise, read_journal, read_parquet
 if TYPE_CHECKING:
     from bullet.fit_profile import Fit
 
-IMPLEMENTATIONS = ("engine", "torch")
 NOT_THE_ENGINES = ("own_gemm_gate_up", "own_copy")
 """Own kernels that the engine does not run where a green context bounds torch's."""
 LEAST_CORUN = 4

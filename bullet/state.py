@@ -508,13 +508,10 @@ class SystemState:
     @property
     def decode_context_tokens(self) -> int:
         """Tokens attended by the next decode iteration, those waiting to merge included."""
-        context = self.decode.context_tokens
-        for request in self.ready:
-            context += request.known_tokens
-        return context
+        return self.next_decode()[1]
 
     def next_decode(self) -> tuple[int, int]:
-        """``decode_seqs`` and ``decode_context_tokens``, which every decision asks."""
+        """``decode_seqs`` and ``decode_context_tokens`` at once: every decision asks for both."""
         decode, ready = self.decode, self.ready
         context = decode.context_tokens
         if not ready:

@@ -323,6 +323,26 @@ def test_fit_and_show_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_fit_or_table_that_differs_is_not_written_over_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, out = tmp_path / "made.parquet", tmp_path / "out"
+    write_parquet(table, made_table(), {"gpu": "a100-80gb", "source": "measured"})
+    command = ["fit", str(table), "--out", str(out)]
+    assert profile(command) == 0
+    fitted = (out / "fit.json").read_bytes()
+    assert profile(command) == 0  # the same bytes again
+    (out / "fit.json").write_text("mine")
+    capsys.readouterr()
+    assert profile(command) == 2
+    assert "fit.json: is there and differs: choose another --out, or say --replace" in capsys.readouterr().err
+    assert (out / "fit.json").read_text() == "mine"
+    assert profile([*command, "--replace"]) == 0
+    assert (out / "fit.json").read_bytes() == fitted
+    before = table.read_bytes()
+    assert profile(["import", "--data", str(tmp_path), "--out", str(table)]) == 2
+    assert "made.parquet: is there: choose another --out, or say --replace" in capsys.readouterr().err
+    assert table.read_bytes() == before
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"gpu": RTX4090}, "measured on NVIDIA GeForce RTX 4090, others on NVIDIA A100"),
     ({"gpu": "CPU, no partition"}, "measured on CPU, no partition, NVIDIA A100 80GB: one device a table"),

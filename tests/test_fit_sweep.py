@@ -165,8 +165,8 @@ def test_bandwidth_against_sms_is_torchs_attentions_where_the_engines_was_not_me
     # Neither one's attention along SMs: A100's own axis, not that of GEMMs.
     without = [r for r in early if not (r["op"] == "decode_attention" and r["split_prefill_sms"])]
     write_parquet(tmp_path / "samples.parquet", without, {})
-    assert profile(["fit", str(tmp_path / "samples.parquet"), "--out", str(tmp_path / "out")]) == 0
-    found = DeviceCoefficients.from_json(tmp_path / "out" / "fit.json")
+    assert profile(["fit", str(tmp_path / "samples.parquet"), "--out", str(tmp_path / "other")]) == 0
+    found = DeviceCoefficients.from_json(tmp_path / "other" / "fit.json")
     assert found.notes["fitted_on"]["sm_axis"] == "muxserve"
     assert "no decode attention on fewer SMs than all tells bandwidth against SMs" in capsys.readouterr().out
 

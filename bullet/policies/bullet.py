@@ -121,6 +121,7 @@ class Bullet:
         self.layers_per_step: int = options["layers_per_step"]
         self.partition: bool = options["partition"]
         self.cap_next_step: bool = options["cap_next_step"]
+        self.cap_s = context.tpot_slo_s if self.cap_next_step else math.inf
         self.delay_limit_s: float = options["delay_limit"] * context.tpot_slo_s
         self._index_of = {int(d): i for i, d in enumerate(self.splits.decode_sms)}
         self._partitions = [Partition(self.num_sms - int(d), int(d)) for d in self.splits.decode_sms]
@@ -136,7 +137,6 @@ class Bullet:
         self._dues: list[float] = []  # of the decode batch, ascending: see _limit
         self._dues_version = 0
         self._forecast: _DecodeForecast | None = None
-        self.most_tokens = context.model.context_tokens
         self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
         # Uncorrected seconds of a prompt alone: on a split, by its length; and over all splits, in a row for each length.
         self._lone_s: list[dict[int, float]] = [{} for _ in range(self.full + 1)]
@@ -274,10 +274,7 @@ class Bullet:
         """ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO."""
         if self.fixed is not None:
             return None
-        if self.cap_next_step and self.tpot_slo_s < limit_s:
-            limit_s = self.tpot_slo_s
-        present = self._index_of.get(state.target.decode_sms, self.full)
-        return step.first_within(limit_s, self.floor, present if present < self.full else self.full - 1)
+        return step.first_within(min(limit_s, self.cap_s), self.floor, min(self._present_decode(state), self.full - 1))
 
     def _choose(self, state: SystemState, now_s: float, satisfied: bool, tpot_met: bool, step: _DecodeForecast,
                 limit_s: float, ttft: _Forecast, kv_full: bool) -> tuple[int, str]:
@@ -292,7 +289,7 @@ class Bullet:
                 return present, "keep"
         elif satisfied:
             # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
-            cap_s = min(limit_s, self.tpot_slo_s) if self.cap_next_step else limit_s
+            cap_s = min(limit_s, self.cap_s)
             in_time = ttft.met(self.floor, self.full)
             both = (step.all()[self.floor : self.full] <= cap_s) & in_time
             first = int(both.argmax())
@@ -525,8 +522,6 @@ class Bullet:
     def _kv_full(self, state: SystemState, now_s: float, popped: list[Request]) -> bool:
         """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
         queue, kv = state.queue, state.kv
-        if kv.free_blocks > kv.blocks_for(self.most_tokens) * (1 + len(popped)) + state.decode_seqs:
-            return False  # whatever the model can take, it fits
         if self._largest is None or self._largest[0] != queue.version:
             self._largest = (queue.version, max(queue.known_tokens))
         blocks = kv.blocks_for(self._largest[1])
