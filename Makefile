@@ -20,7 +20,7 @@ GPU_ARGS ?=
 # The engine's share of BUDGET_S, after the co-run matrix: two fifths; 0: no engine, as where that is too little for a run.
 ENGINE_S ?= $(shell s=$$(($(BUDGET_S) * 2 / 5)); [ $$s -ge 60 ] && echo $$s || echo 0)
 # --foreground: the signal reaches the command once; it then ends its step, keeps its rows and closes the device.
-VALIDATE = timeout --foreground -s INT -k 20 $(1) $(GPU_PYTHON) -m bullet.run_cli validate --device cuda --budget-s $(1) \
+VALIDATE = timeout --foreground -s INT -k 20 $(1) $(GPU_PYTHON) -m bullet.cli.run validate --device cuda --budget-s $(1) \
     $(filter --allow-busy,$(GPU_ARGS)) --out $(OUT)-engine-$$(date +%Y%m%d-%H%M%S)
 
 # Stamps: repeated only when the requirements change.
@@ -73,7 +73,7 @@ test-triton39:
 # befalls the engine, the sweep's rows are there, its summary is printed last and the status is its own; what the engine
 # says goes to $(OUT)-engine.txt. Without simpy it is only measured: `bullet-run validate --from FOLDER` makes the table elsewhere.
 gpu:
-	$(GPU_PYTHON) -m bullet.profile_cli gpu --budget-s $$(($(BUDGET_S) - $(ENGINE_S))) --out $(OUT) $(GPU_ARGS)
+	$(GPU_PYTHON) -m bullet.cli.profile gpu --budget-s $$(($(BUDGET_S) - $(ENGINE_S))) --out $(OUT) $(GPU_ARGS)
 	-@if [ $(ENGINE_S) -gt 0 ]; then $(call VALIDATE,$(ENGINE_S)) >> $(OUT)-engine.txt 2>&1; \
 	    echo "engine: exit status $$?, what it said is in $(OUT)-engine.txt"; else echo "no engine: ENGINE_S = $(ENGINE_S)"; fi
 

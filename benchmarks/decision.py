@@ -14,9 +14,11 @@ import time
 
 import numpy as np
 
-from bullet.config import DeviceConfig, get_gpu, get_model
-from bullet.device import load_device
-from bullet.perf import make_estimator
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.config import DeviceConfig
+from bullet.devices.load import load_device
+from bullet.estimators.make import make_estimator
 from bullet.policies import make_policy
 from bullet.policies.base import PolicyContext
 from bullet.state import (

@@ -16,9 +16,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bullet.config import GPUS, DeviceConfig
-from bullet.device import load_device
-from bullet.perf import Estimator, make_estimator
+from bullet.catalog.gpus import GPUS
+from bullet.config import DeviceConfig
+from bullet.devices.load import load_device
+from bullet.estimators.base import Estimator
+from bullet.estimators.make import make_estimator
 from bullet.state import SplitTable
 
 STATES = 20_000

@@ -21,9 +21,9 @@ from pathlib import Path
 INSIDE = """
 import json, sys, time
 from bullet.config import load_run_config
-from bullet.sim.driver import simulate
+from bullet.sim.run import simulate
 from bullet.workload import load_workload
-from bullet.device import load_device
+from bullet.devices.load import load_device
 import bullet.policies.bullet, bullet.policies.chunked, bullet.policies.vllm
 config = load_run_config(None, json.loads(sys.argv[1]))
 workload, device = load_workload(config.workload, config.seed), load_device(config.device)

@@ -9,7 +9,6 @@ Sources of the built-in specifications stand beside the numbers.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import re
@@ -21,227 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bullet.errors import ConfigError
-from bullet.units import GIB, GIGA, MIB, MILLI, TERA
+from bullet.errors import ConfigError, require
+from bullet.units import GIB, MILLI
 
 _T = typing.TypeVar("_T")
 
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV block: vLLM's default block size."""
-
-
-def _require(ok: bool, what: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise ConfigError(f"{what} = {value!r}: must be {allowed}")
-
-
-# --------------------------------------------------------------------------------------------- models
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """A decoder-only transformer: what is needed to count operations and bytes.
-
-    ``num_experts = 0`` means a dense MLP; otherwise ``intermediate_size`` is that of one expert and each token
-    visits ``experts_per_token`` of them.
-    """
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_tokens: int
-    dtype_bytes: int = 2
-    tie_embeddings: bool = False
-    qk_norm: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
-                     "vocab_size", "context_tokens", "dtype_bytes"):
-            _require(getattr(self, name) > 0, f"model {self.name}: {name}", getattr(self, name), "positive")
-        _require(self.num_heads % self.num_kv_heads == 0, f"model {self.name}: num_heads", self.num_heads,
-                 f"a multiple of num_kv_heads = {self.num_kv_heads}")
-        _require((self.num_experts > 0) == (self.experts_per_token > 0)
-                 and 0 <= self.experts_per_token <= max(self.num_experts, 0),
-                 f"model {self.name}: experts_per_token", self.experts_per_token,
-                 f"between 1 and num_experts = {self.num_experts}, or both 0")
-
-    @property
-    def qkv_size(self) -> int:
-        """Width of the fused query, key, value projection's output."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes that one token adds to the KV cache, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights (norms are left out: under 0.01 %)."""
-        attention = self.hidden_size * self.qkv_size + self.num_heads * self.head_dim * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size * max(1, self.num_experts)
-        router = self.hidden_size * self.num_experts
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return (self.num_layers * (attention + mlp + router) + embeddings) * self.dtype_bytes
-
-    @classmethod
-    def from_hf(cls, path: str | Path) -> ModelSpec:
-        """Read a Hugging Face ``config.json`` (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE field names)."""
-        path = Path(path)
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as exc:
-            raise ConfigError(f"{path}: cannot be read as a JSON model config ({exc})") from None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path}: must hold one JSON object, found {type(raw).__name__}")
-
-        def integer(*names: str, default: int | None = None) -> int:
-            for name in names:
-                value = raw.get(name)
-                if value is None:
-                    continue
-                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                    raise ConfigError(f"{path}: {name} = {value!r}: must be a whole number, 0 or more")
-                return value
-            if default is None:
-                raise ConfigError(f"{path}: {names[0]!r} is missing")
-            return default
-
-        heads = integer("num_attention_heads")
-        hidden = integer("hidden_size")
-        experts = integer("num_experts", "num_local_experts", default=0)
-        dtype = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16")
-        widths = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
-        if dtype not in widths:
-            raise ConfigError(f"{path}: torch_dtype = {dtype!r}: must be one of {', '.join(widths)}")
-        model_type = str(raw.get("model_type", ""))
-        if "q_lora_rank" in raw or "kv_lora_rank" in raw:
-            raise ConfigError(f"{path}: latent attention (MLA) is not modelled; use a GQA or MHA model")
-        if raw.get("quantization_config") is not None:
-            raise ConfigError(f"{path}: quantization_config: quantised weights are not modelled; without that key they are "
-                              f"counted as {dtype}")
-        window = raw.get("sliding_window")
-        if (isinstance(window, int) and raw.get("use_sliding_window", True)
-                and window < integer("max_position_embeddings")):
-            raise ConfigError(f"{path}: sliding_window = {window}: sliding-window attention is not modelled; without that key "
-                              "every token attends to all before it")
-        if heads == 0:
-            raise ConfigError(f"{path}: num_attention_heads = 0: must be positive")
-        return cls(
-            name=str(raw.get("_name_or_path") or path.parent.name or path.stem),
-            num_layers=integer("num_hidden_layers"),
-            hidden_size=hidden,
-            intermediate_size=integer("moe_intermediate_size", "intermediate_size") if experts
-            else integer("intermediate_size"),
-            num_heads=heads,
-            num_kv_heads=integer("num_key_value_heads", default=heads),
-            head_dim=integer("head_dim", default=hidden // heads),
-            vocab_size=integer("vocab_size"),
-            context_tokens=integer("max_position_embeddings"),
-            dtype_bytes=widths[dtype],
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=model_type.startswith("qwen3"),
-            num_experts=experts,
-            experts_per_token=integer("num_experts_per_tok", default=0) if experts else 0,
-        )
-
-
-# Values of the public config.json of meta-llama/Llama-3.1-8B, meta-llama/Llama-3.1-70B, Qwen/Qwen3-32B.
-MODELS: Mapping[str, ModelSpec] = types.MappingProxyType({m.name: m for m in (
-    ModelSpec("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 131072),
-    ModelSpec("llama-3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256, 131072),
-    ModelSpec("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936, 40960, qk_norm=True),
-    ModelSpec("tiny", 4, 256, 512, 4, 2, 64, 1024, 4096),
-)})
-
-
-# ----------------------------------------------------------------------------------------------- GPUs
-
-
-@dataclass(frozen=True, slots=True)
-class GpuSpec:
-    """A GPU as its data sheet states it, and the partition rules of its compute capability.
-
-    ``peak_flops``: dense bf16 tensor-core operations per second, no sparsity. ``bandwidth_knee_sms``: the
-    inflection ``N_d`` of eq. 1, SMs at which memory bandwidth saturates; ``None`` where nobody published one.
-    ``mem_bytes``: the sheets' GB of memory are GiB (an 80 GB A100 reports 81,920 MiB), their GB/s are 10^9.
-    """
-
-    name: str
-    num_sms: int
-    peak_flops: float
-    mem_bytes_per_s: float
-    mem_bytes: int
-    l2_bytes: int
-    compute_capability: tuple[int, int]
-    link_bytes_per_s: float
-    bandwidth_knee_sms: int | None
-    source: str
-
-    def __post_init__(self) -> None:
-        for name in ("num_sms", "peak_flops", "mem_bytes_per_s", "mem_bytes"):
-            _require(getattr(self, name) > 0, f"gpu {self.name}: {name}", getattr(self, name), "positive")
-
-    @property
-    def knee_sms(self) -> int:
-        """``N_d``; where unpublished, A100's share of the device (30 of 108, Fig. 8): *assumed*."""
-        if self.bandwidth_knee_sms is not None:
-            return self.bandwidth_knee_sms
-        return max(1, round(self.num_sms * 30 / 108))
-
-
-GPUS: Mapping[str, GpuSpec] = types.MappingProxyType({g.name: g for g in (
-    # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM): 312 TFLOPS bf16, 2039 GB/s, NVLink 600 GB/s both ways;
-    # 108 SMs and 40 MB L2: A100 architecture whitepaper. N_d = 30: the paper's Fig. 8.
-    GpuSpec("a100-80gb", 108, 312 * TERA, 2039 * GIGA, 80 * GIB, 40 * MIB, (8, 0), 300 * GIGA, 30,
-            "NVIDIA A100 80GB SXM data sheet; GA100 whitepaper; N_d from the paper, Fig. 8"),
-    # NVIDIA H100 Tensor Core GPU data sheet (SXM): 1,979 TFLOPS bf16 with sparsity = 989.4 dense, 3.35 TB/s,
-    # NVLink 900 GB/s both ways; 132 SMs and 50 MB L2: Hopper architecture whitepaper.
-    GpuSpec("h100", 132, 989.4 * TERA, 3350 * GIGA, 80 * GIB, 50 * MIB, (9, 0), 450 * GIGA, None,
-            "NVIDIA H100 SXM data sheet; GH100 whitepaper"),
-    # NVIDIA H200 data sheet (SXM): same GH100 compute, 141 GB, 4.8 TB/s.
-    GpuSpec("h200", 132, 989.4 * TERA, 4800 * GIGA, 141 * GIB, 50 * MIB, (9, 0), 450 * GIGA, None,
-            "NVIDIA H200 SXM data sheet; GH100 whitepaper"),
-    # H20: 148 TFLOPS bf16 dense, 4.0 TB/s, 96 GB, 78 SMs (the paper's Table 3; public H20 specification sheets).
-    GpuSpec("h20", 78, 148 * TERA, 4000 * GIGA, 96 * GIB, 60 * MIB, (9, 0), 450 * GIGA, None,
-            "public H20 specification sheets; SM count as in the paper, Table 3"),
-    # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090: 128 SMs, 165.2 TFLOPS bf16 with fp32 accumulate,
-    # 1008 GB/s, 24 GB, 72 MB L2; no NVLink: PCIe 4.0 x16, 32 GB/s each way.
-    GpuSpec("rtx4090", 128, 165.2 * TERA, 1008 * GIGA, 24 * GIB, 72 * MIB, (8, 9), 32 * GIGA, None,
-            "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090"),
-)})
-
-
-def get_model(name: str) -> ModelSpec:
-    """A built-in model by name, or a path to a ``config.json``."""
-    if name in MODELS:
-        return MODELS[name]
-    if name.endswith(".json"):
-        return ModelSpec.from_hf(name)
-    raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or give a path to a config.json")
-
-
-def model_label(model: ModelSpec) -> str:
-    """A built-in model's name. A config.json is known by what it says as well: another one of the same name is another
-    model, and neither resumes nor is divided by the other's rows.
-    """
-    if MODELS.get(model.name) == model:
-        return model.name
-    return f"{model.name}#{hashlib.sha256(repr(model).encode()).hexdigest()[:8]}"
-
-
-def get_gpu(name: str) -> GpuSpec:
-    """A built-in GPU by name."""
-    if name not in GPUS:
-        raise ConfigError(f"unknown gpu {name!r}: choose one of {', '.join(GPUS)}")
-    return GPUS[name]
 
 
 # ----------------------------------------------------------------------------------------- run config
@@ -272,21 +57,21 @@ class WorkloadConfig:
     arrival_unit: str = "s"
 
     def __post_init__(self) -> None:
-        _require(self.arrivals in ("recorded", "poisson", "constant", "gamma"), "workload.arrivals", self.arrivals,
-                 "recorded, poisson, constant or gamma")
+        require(self.arrivals in ("recorded", "poisson", "constant", "gamma"), "workload.arrivals", self.arrivals,
+                "recorded, poisson, constant or gamma")
         if self.arrivals != "recorded":
-            _require(self.rate_req_per_s is not None and math.isfinite(self.rate_req_per_s)
-                     and self.rate_req_per_s > 0, "workload.rate_req_per_s (--rate)", self.rate_req_per_s,
-                     "a positive number of requests per second")
-        _require(math.isfinite(self.time_scale) and self.time_scale > 0, "workload.time_scale", self.time_scale,
-                 "positive (2 = twice as fast)")
-        _require(math.isfinite(self.cv) and self.cv > 0, "workload.cv", self.cv, "positive")
-        _require(self.num_requests is None or self.num_requests > 0, "workload.num_requests (--num-requests)",
-                 self.num_requests, "a positive whole number")
-        _require(self.format in ("auto", "azure", "csv", "jsonl"), "workload.format", self.format,
-                 "auto, azure, csv or jsonl")
-        _require(self.arrival_unit in ("s", "ms", "us", "ns"), "workload.arrival_unit", self.arrival_unit,
-                 "s, ms, us or ns")
+            require(self.rate_req_per_s is not None and math.isfinite(self.rate_req_per_s)
+                    and self.rate_req_per_s > 0, "workload.rate_req_per_s (--rate)", self.rate_req_per_s,
+                    "a positive number of requests per second")
+        require(math.isfinite(self.time_scale) and self.time_scale > 0, "workload.time_scale", self.time_scale,
+                "positive (2 = twice as fast)")
+        require(math.isfinite(self.cv) and self.cv > 0, "workload.cv", self.cv, "positive")
+        require(self.num_requests is None or self.num_requests > 0, "workload.num_requests (--num-requests)",
+                self.num_requests, "a positive whole number")
+        require(self.format in ("auto", "azure", "csv", "jsonl"), "workload.format", self.format,
+                "auto, azure, csv or jsonl")
+        require(self.arrival_unit in ("s", "ms", "us", "ns"), "workload.arrival_unit", self.arrival_unit,
+                "s, ms, us or ns")
 
 
 # Table 4: normalised TTFT per prompt token, TPOT. Traces not in the table take ShareGPT's TPOT and the looser TTFT.
@@ -313,9 +98,9 @@ class SloConfig:
     def __post_init__(self) -> None:
         for name in ("ttft_s_per_token", "tpot_s", "mean_prompt_tokens"):
             value = getattr(self, name)
-            _require(value is None or (math.isfinite(value) and value > 0), f"slo.{name}", value, "positive")
-        _require(self.ttft_slo_policy in ("mean_length", "per_request"), "slo.ttft_slo_policy", self.ttft_slo_policy,
-                 "mean_length or per_request")
+            require(value is None or (math.isfinite(value) and value > 0), f"slo.{name}", value, "positive")
+        require(self.ttft_slo_policy in ("mean_length", "per_request"), "slo.ttft_slo_policy", self.ttft_slo_policy,
+                "mean_length or per_request")
 
 
 def resolve_slo(slo: SloConfig, trace: str, mean_prompt_tokens: float) -> SloConfig:
@@ -337,7 +122,7 @@ class DeviceConfig:
     and ``reserve_bytes`` for activations. ``contention_scale`` multiplies the contention loss,
     ``shared_prefill_share`` is the fraction of shared SMs' time that prefill gets (*assumed* 0.5),
     ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means. ``timing``: ``fit`` (coefficients),
-    ``table`` (measured kernel tables, interpolated: bullet/table_device.py), or a folder of ``bullet-profile fit``.
+    ``table`` (measured kernel tables, interpolated: bullet/devices/table.py), or a folder of ``bullet-profile fit``.
     """
 
     model: str = "llama-3.1-8b"
@@ -355,19 +140,19 @@ class DeviceConfig:
     timing: str = "fit"
 
     def __post_init__(self) -> None:
-        _require(self.tensor_parallel >= 1, "device.tensor_parallel", self.tensor_parallel, "1 or more")
-        _require(self.kv_tokens is None or self.kv_tokens > 0, "device.kv_tokens", self.kv_tokens, "positive")
-        _require(0 < self.memory_utilization <= 1, "device.memory_utilization", self.memory_utilization,
-                 "more than 0, and 1 or less")
-        _require(self.reserve_bytes >= 0, "device.reserve_bytes", self.reserve_bytes, "0 or more")
-        _require(0 <= self.contention_scale <= 1e6, "device.contention_scale", self.contention_scale, "0 to 1e6")
-        _require(0 < self.shared_prefill_share < 1, "device.shared_prefill_share", self.shared_prefill_share,
-                 "between 0 and 1, exclusive")
-        _require(0 <= self.publish_delay_s <= 1, "device.publish_delay_s", self.publish_delay_s, "0 to 1 s")
-        _require(0 <= self.reconfigure_s <= 1, "device.reconfigure_s", self.reconfigure_s, "0 to 1 s")
-        _require(0 <= self.noise_std <= 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
-        _require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")
-        _require(bool(self.timing), "device.timing (--device-model)", self.timing, "fit, table or a folder of bullet-profile fit")
+        require(self.tensor_parallel >= 1, "device.tensor_parallel", self.tensor_parallel, "1 or more")
+        require(self.kv_tokens is None or self.kv_tokens > 0, "device.kv_tokens", self.kv_tokens, "positive")
+        require(0 < self.memory_utilization <= 1, "device.memory_utilization", self.memory_utilization,
+                "more than 0, and 1 or less")
+        require(self.reserve_bytes >= 0, "device.reserve_bytes", self.reserve_bytes, "0 or more")
+        require(0 <= self.contention_scale <= 1e6, "device.contention_scale", self.contention_scale, "0 to 1e6")
+        require(0 < self.shared_prefill_share < 1, "device.shared_prefill_share", self.shared_prefill_share,
+                "between 0 and 1, exclusive")
+        require(0 <= self.publish_delay_s <= 1, "device.publish_delay_s", self.publish_delay_s, "0 to 1 s")
+        require(0 <= self.reconfigure_s <= 1, "device.reconfigure_s", self.reconfigure_s, "0 to 1 s")
+        require(0 <= self.noise_std <= 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
+        require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")
+        require(bool(self.timing), "device.timing (--device-model)", self.timing, "fit, table or a folder of bullet-profile fit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,10 +170,10 @@ class PolicyConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.estimator in ("srm", "srm-blind", "oracle"), "policy.estimator", self.estimator,
-                 "srm, srm-blind or oracle")
-        _require(math.isfinite(self.estimator_error) and self.estimator_error > 0, "policy.estimator_error",
-                 self.estimator_error, "positive")
+        require(self.estimator in ("srm", "srm-blind", "oracle"), "policy.estimator", self.estimator,
+                "srm, srm-blind or oracle")
+        require(math.isfinite(self.estimator_error) and self.estimator_error > 0, "policy.estimator_error",
+                self.estimator_error, "positive")
         if None in self.options.values():
             object.__setattr__(self, "options", {k: v for k, v in self.options.items() if v is not None})
 
@@ -405,7 +190,7 @@ class RunConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
 
 
 PLAIN_NAMES: Mapping[Any, str] = types.MappingProxyType({

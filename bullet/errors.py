@@ -44,3 +44,9 @@ class ResultsError(BulletError):
 
 class NoProgressError(BulletError):
     """A run in which nothing can happen any more although requests are unfinished; carries the state."""
+
+
+def require(ok: bool, what: str, value: object, allowed: str) -> None:
+    """A value of the user's that must hold: else a :class:`ConfigError` with the value and what is allowed."""
+    if not ok:
+        raise ConfigError(f"{what} = {value!r}: must be {allowed}")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bullet.config import ModelSpec
+from bullet.catalog.models import ModelSpec
 
 GEMM_TILE = (128, 256)
 """Output tile of a prefill GEMM (rows, columns): with it Table 2's QKV and O columns come out exactly."""

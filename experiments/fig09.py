@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from bullet import work
-from bullet.config import GpuSpec, ModelSpec, get_gpu, get_model
+from bullet.catalog.gpus import GpuSpec, get_gpu
+from bullet.catalog.models import ModelSpec, get_model
 from bullet.errors import BulletError, ProfileError
-from bullet.fit import FitError
-from bullet.fit_sms import MUXSERVE, SWEPT, Sweep, greenctx, muxserve
-from bullet.perf import along_sms
+from bullet.estimators.srm import along_sms
+from bullet.profiles.forms import FitError
+from bullet.profiles.sm_axis import MUXSERVE, SWEPT, Sweep, greenctx, muxserve
 
 A100, H100, LLAMA = get_gpu("a100-80gb"), get_gpu("h100"), get_model("llama-3.1-8b")
 Theory = Callable[[tuple[int, ...], int], float]

@@ -27,13 +27,19 @@ from typing import Any
 import numpy as np
 
 from bullet import work
-from bullet.config import DeviceConfig, GpuSpec, get_gpu, get_model
-from bullet.device import PROFILES, DeviceModel, load_device
+from bullet.catalog.gpus import GpuSpec, get_gpu
+from bullet.catalog.models import get_model
+from bullet.config import DeviceConfig
+from bullet.devices.coefficients import PROFILES
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
 from bullet.errors import BulletError
-from bullet.fit_sms import MUXSERVE, SWEPT, greenctx, muxserve
-from bullet.perf import MIN_ALPHA, Sample, Srm, calibration_states, sample_device
+from bullet.estimators.base import Sample
+from bullet.estimators.sampling import calibration_states, sample_device
+from bullet.estimators.srm import MIN_ALPHA, Srm
+from bullet.profiles.rows import read_parquet
+from bullet.profiles.sm_axis import MUXSERVE, SWEPT, greenctx, muxserve
 from bullet.state import PREFILL, SplitTable
-from bullet.tables import read_parquet
 from experiments.fig09 import eq1_seconds
 
 Array = np.ndarray

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from bullet.config import load_run_config
-from bullet.device import load_device
-from bullet.metrics import goodput, summarise
-from bullet.sim.driver import simulate
+from bullet.devices.load import load_device
+from bullet.results.metrics import goodput, summarise
+from bullet.sim.run import simulate
 
 PAPER = Path(__file__).parent / "data" / "bullet_fig_llama8b_a100_digitised.csv"
 # The paper's rows for chunked systems are its hybrid batches; the engine's own default is shown as well.

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from bullet.config import load_run_config
-from bullet.device import load_device
+from bullet.devices.load import load_device
 from bullet.errors import BulletError
-from bullet.metrics import summarise
-from bullet.sim.driver import simulate
+from bullet.results.metrics import summarise
+from bullet.sim.run import simulate
 
 POINTS = [(trace, rate) for trace, rates in (("sharegpt", (10.0, 15.0, 20.0, 25.0)), ("azure-code", (4.0, 4.5, 5.0, 5.5)),
                                              ("arxiv", (0.5, 0.6, 0.7, 0.8, 0.9))) for rate in rates]

@@ -11,13 +11,15 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from bullet.config import get_gpu, get_model
-from bullet.device import DeviceCoefficients, DeviceModel
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.cli.fit import fit_samples
+from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.fitted import DeviceModel
 from bullet.errors import BulletError
-from bullet.fit_cli import fit_samples
-from bullet.fit_show import error_lines
-from bullet.fit_source import source_page, write_page
-from bullet.importers import import_public
+from bullet.profiles.importers import import_public
+from bullet.profiles.show import error_lines
+from bullet.profiles.source_page import source_page, write_page
 
 GPU, MODEL = get_gpu("a100-80gb"), get_model("llama-3.1-8b")
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet import fit
-from bullet.config import GpuSpec, get_gpu
-from bullet.device import PROFILES
+from bullet.catalog.gpus import GpuSpec, get_gpu
+from bullet.devices.coefficients import PROFILES
+from bullet.profiles import forms as fit
 from bullet.work import GEMM_TILE, wave_quantization
 
 SOURCES = (("a100-80gb", "vidur 2024 (fp16)"), ("a100-80gb", "sglang 0.5.10"), ("h100", "sglang 0.5.10"), ("h100", "vllm 0.19.0"),

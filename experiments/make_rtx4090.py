@@ -17,9 +17,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bullet.table_device import ATTENTION_AXES, FILE, HEAD_KERNELS
-from bullet.table_skew import COLUMNS
-from bullet.table_skew import FILE as SKEW_FILE
+from bullet.devices.table import ATTENTION_AXES, FILE, HEAD_KERNELS
+from bullet.devices.table_skew import COLUMNS
+from bullet.devices.table_skew import FILE as SKEW_FILE
 from bullet.units import MICRO
 
 SOURCE = {"source": "LLMServingSim's profile of vLLM 0.19.0 on an RTX 4090", "gpu": "NVIDIA GeForce RTX 4090",

@@ -1,6 +1,7 @@
 """Why the RTX 4090 run replayed on the tables alone misses where it does (`bullet-sim validate rtx4090`), in figures.
 
-The command's line in full has what was found here, from other sources (bullet/table_skew.py); nothing is set from these figures.
+The command's line in full has what was found here, from other sources (bullet/devices/table_skew.py); nothing is set from
+these figures.
 
     python experiments/rtx4090_causes.py
 
@@ -25,11 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.config import get_gpu, get_model
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.devices.table import TableDevice, TableWork
 from bullet.state import HybridStep
-from bullet.table_device import TableDevice, TableWork
 from bullet.units import MICRO, MILLI
-from bullet.validate import (
+from bullet.validation.recorded import (
     JITTER_SEEDS,
     LEFT_OUT,
     Recorded,

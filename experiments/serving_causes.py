@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from bullet.config import ModelSpec, get_gpu
-from bullet.device import DeviceModel, StepWork
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import ModelSpec
+from bullet.devices.fitted import DeviceModel, StepWork
 from bullet.errors import ProfileError
-from bullet.serving_points import Point, shipped
-from bullet.sim.driver import simulate
-from bullet.validate_serving import A100_40GB, SENT_MEANS, build_device, build_workload, metrics_of, run_config, simulate_point
+from bullet.sim.run import simulate
+from bullet.validation.serving import A100_40GB, SENT_MEANS, build_device, build_workload, metrics_of, run_config, simulate_point
+from bullet.validation.serving_points import Point, shipped
 
 FILE = "muxserve_a100_80gb_mps_sweep_7b_13b_tp1.csv.gz"
 SOURCE = "hao-ai-lab/MuxServe, commit 223148033454e4740f4b4617c72910c370a5604b (no licence stated: not shipped)"

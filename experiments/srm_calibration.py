@@ -13,9 +13,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from bullet.config import DeviceConfig
-from bullet.device import DeviceModel, load_device
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
 from bullet.errors import BulletError
-from bullet.perf import Sample, Srm, calibration_states, sample_device
+from bullet.estimators.base import Sample
+from bullet.estimators.sampling import calibration_states, sample_device
+from bullet.estimators.srm import Srm
 from bullet.state import PREFILL, SplitTable
 
 INSIDE = ((100, 512, 2048, 8192), (4, 24, 48, 80, 160, 300), (300, 1500, 3500))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from bullet.config import get_gpu, get_model
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
 from bullet.work import KernelWork, layer_kernels, wave_quantization
 
 PAPER = {  # tokens: QKV, Attn, O, MLP, layer; idle %

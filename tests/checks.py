@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bullet.config import get_model
-from bullet.results import RunOutcome
+from bullet.catalog.models import get_model
+from bullet.results.columns import RunOutcome
 from bullet.state import DECODE, HYBRID, PREFILL, Wait
 
 BLOCK = 16

@@ -4,11 +4,14 @@ import dataclasses
 
 import numpy as np
 
-from bullet import fit, fit_sms
-from bullet.config import GpuSpec, ModelSpec
-from bullet.device import DeviceCoefficients, DeviceModel, analytic_coefficients
-from bullet.runtime.plan import Shape, kernels_of
-from bullet.tables import ENGINE_OPS
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec
+from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
+from bullet.devices.fitted import DeviceModel
+from bullet.profiler.plan import Shape, kernels_of
+from bullet.profiles import forms as fit
+from bullet.profiles import sm_axis as fit_sms
+from bullet.profiles.rows import ENGINE_OPS
 from bullet.work import prefill_attention
 
 
@@ -59,7 +62,7 @@ def seconds_of(device: DeviceModel, shape: Shape, sms: int) -> float:
 
 
 class KnownRates:
-    """``seconds`` as :class:`bullet.runtime.plan.Rates` gives them: the project's own operations of one device, torch's of
+    """``seconds`` as :class:`bullet.profiler.plan.Rates` gives them: the project's own operations of one device, torch's of
     another."""
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, engine: DeviceCoefficients, torchs: DeviceCoefficients) -> None:

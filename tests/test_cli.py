@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bullet import cli
-from bullet.results import load_run
+from bullet.cli import common, sim
+from bullet.results.folder import load_run
 
 FAST = ["--num-requests", "40", "--quiet"]
 
@@ -20,7 +20,7 @@ FAST = ["--num-requests", "40", "--quiet"]
 def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Runs, expects status 2 and exactly one line of error; returns it."""
     try:
-        code = cli.sim(list(arguments))
+        code = sim.main(list(arguments))
     except SystemExit as exc:
         code = exc.code
     captured = capsys.readouterr()
@@ -34,7 +34,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    assert cli.sim(["run", "--policy", "bullet", "--trace", "azure-code", "--rate", "5", *FAST, "--out", str(out)]) == 0
+    assert sim.main(["run", "--policy", "bullet", "--trace", "azure-code", "--rate", "5", *FAST, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("simulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 40 requests")
     assert max(map(len, text.splitlines())) < 120
@@ -49,7 +49,7 @@ def test_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
     json.loads((out / "trace.json").read_text())
     # The stored configuration runs again to the same rows.
     again = tmp_path / "again"
-    assert cli.sim(["run", "--config", str(out / "config.toml"), "--quiet", "--no-report", "--out", str(again)]) == 0
+    assert sim.main(["run", "--config", str(out / "config.toml"), "--quiet", "--no-report", "--out", str(again)]) == 0
     assert (again / "requests.parquet").read_bytes() == (out / "requests.parquet").read_bytes()
     assert (again / "steps.parquet").read_bytes() == (out / "steps.parquet").read_bytes()
     assert not (again / "report.html").exists()
@@ -57,7 +57,7 @@ def test_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_compare_gives_every_policy_the_same_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "cmp"
-    assert cli.sim(["compare", "--policies", "vllm-1024,static-96", "--trace", "sharegpt", "--rate", "9", *FAST, "--out",
+    assert sim.main(["compare", "--policies", "vllm-1024,static-96", "--trace", "sharegpt", "--rate", "9", *FAST, "--out",
                     str(out)]) == 0
     text = capsys.readouterr().out
     table = text[:text.index("written to")]
@@ -76,7 +76,7 @@ def test_a_comparison_hands_an_option_to_the_policies_that_have_it(tmp_path: Pat
                     "        assert set(context.options) == {'max_num_seqs', 'layers_per_step'}\n"
                     "        super().__init__(type(context)(context.model, context.gpu, context.splits, 1.0), 1024)\n")
     out = tmp_path / "cmp"
-    assert cli.sim(["compare", "--policies", f"sglang-512,vllm-512,static-96,{mine}:Mine", *FAST, "--no-report", "--out",
+    assert sim.main(["compare", "--policies", f"sglang-512,vllm-512,static-96,{mine}:Mine", *FAST, "--no-report", "--out",
                     str(out), "--set", "policy.options.max_num_seqs=3", "--set", "policy.options.layers_per_step=8"]) == 0
     given = {name: load_run(out / name).config.policy.options for name in ("sglang-512", "vllm-512", "static-96")}
     assert given == {"sglang-512": {}, "vllm-512": {"max_num_seqs": 3}, "static-96": {"layers_per_step": 8}}
@@ -85,7 +85,7 @@ def test_a_comparison_hands_an_option_to_the_policies_that_have_it(tmp_path: Pat
 
 
 def test_list_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.sim(["list"]) == 0
+    assert sim.main(["list"]) == 0
     text = capsys.readouterr().out
     for word in ("azure-code", "2048/1469/5188/7437", "bullet-literal", "sglang-N-mixed", "qwen3-32b", "h20", "srm-blind"):
         assert word in text
@@ -137,20 +137,20 @@ def test_recorded_arrivals_take_the_whole_trace_and_store_its_length(tmp_path: P
     trace = tmp_path / "t.csv"
     trace.write_text(HEADER + "".join(f"{i},{50 + i},3\n" for i in range(7)))
     out, again = tmp_path / "o", tmp_path / "again"
-    assert cli.sim(["run", "--trace", str(trace), "--arrivals", "recorded", "--time-scale", "2", "--policy", "static-96",
+    assert sim.main(["run", "--trace", str(trace), "--arrivals", "recorded", "--time-scale", "2", "--policy", "static-96",
                     "--quiet", "--no-report", "--out", str(out)]) == 0
     run = load_run(out)
     assert run.config.workload.num_requests == 7
     assert sorted(run.requests["arrival_s"].tolist()) == [i / 2 for i in range(7)]
-    assert cli.sim(["run", "--config", str(out / "config.toml"), "--quiet", "--no-report", "--out", str(again)]) == 0
+    assert sim.main(["run", "--config", str(out / "config.toml"), "--quiet", "--no-report", "--out", str(again)]) == 0
     assert (again / "steps.parquet").read_bytes() == (out / "steps.parquet").read_bytes()
 
 
 def test_default_folders_are_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.time, "strftime", lambda form: "then")
+    monkeypatch.setattr(sim.time, "strftime", lambda form: "then")
     for _ in range(2):
-        assert cli.sim(["run", "--policy", "vllm-512", "--num-requests", "3", "--quiet", "--no-report"]) == 0
+        assert sim.main(["run", "--policy", "vllm-512", "--num-requests", "3", "--quiet", "--no-report"]) == 0
     assert sorted(p.name for p in Path("runs").iterdir()) == ["vllm-512-azure-code-then", "vllm-512-azure-code-then-2"]
 
 
@@ -212,7 +212,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     policy.write_text(STOPPING.format(error="KeyboardInterrupt"))
     out = tmp_path / "run"
     load = ["--rate", "5", "--num-requests", "100", "--quiet"]
-    assert cli.sim(["run", "--policy", f"{policy}:Stop", *load, "--out", str(out)]) == 130
+    assert sim.main(["run", "--policy", f"{policy}:Stop", *load, "--out", str(out)]) == 130
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert f"interrupted; rows so far are kept in {out}" in lines[0]
@@ -232,7 +232,7 @@ def test_a_signal_stops_between_steps(number: str, words: str, tmp_path: Path, c
     policy.write_text("import signal\n" + STOPPING.format(error="SystemExit").replace("raise SystemExit",
                                                                                      f"signal.raise_signal(signal.{number})"))
     out = tmp_path / "cmp"
-    assert cli.sim(["compare", "--policies", f"vllm-512,{policy}:Stop,vllm-1024", "--rate", "5", "--num-requests", "100",
+    assert sim.main(["compare", "--policies", f"vllm-512,{policy}:Stop,vllm-1024", "--rate", "5", "--num-requests", "100",
                     "--quiet", "--no-report", "--out", str(out)]) == 128 + getattr(signal, number)
     assert words in capsys.readouterr().err
     stopped = next(p for p in out.iterdir() if p.name.endswith("Stop"))
@@ -251,7 +251,7 @@ def test_a_second_signal_ends_a_step_at_once_with_the_rows_there_are(number: str
     policy = tmp_path / "stop.py"
     twice = f"[signal.raise_signal(signal.{number}) for _ in range(2)]"
     policy.write_text("import signal\n" + STOPPING.format(error="SystemExit").replace("raise SystemExit", twice))
-    assert cli.sim(["run", "--policy", f"{policy}:Stop", "--rate", "5", "--num-requests", "100", "--quiet", "--no-report",
+    assert sim.main(["run", "--policy", f"{policy}:Stop", "--rate", "5", "--num-requests", "100", "--quiet", "--no-report",
                     "--out", str(tmp_path / "run")]) == 128 + getattr(signal, number)
     assert "rows so far are kept" in capsys.readouterr().err
     run = load_run(tmp_path / "run")
@@ -266,14 +266,14 @@ def test_a_second_signal_does_not_break_the_line_about_the_first(number: str, tm
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def kept(folder: Path | None, tell: Callable[[Path | None], str] = cli._kept) -> str:
+    def kept(folder: Path | None, tell: Callable[[Path | None], str] = common.kept_text) -> str:
         signal.raise_signal(getattr(signal, number))
         return tell(folder)
 
-    monkeypatch.setattr("bullet.report.write_run_report", interrupted)
-    monkeypatch.setattr(cli, "_kept", kept)
+    monkeypatch.setattr("bullet.results.page.write_run_report", interrupted)
+    monkeypatch.setattr(common, "kept_text", kept)
     before = signal.getsignal(signal.SIGINT)
-    assert cli.sim(["run", "--num-requests", "5", "--quiet", "--out", str(tmp_path / "o")]) == 130
+    assert sim.main(["run", "--num-requests", "5", "--quiet", "--out", str(tmp_path / "o")]) == 130
     assert capsys.readouterr().err.count("\n") == 1
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -283,20 +283,20 @@ def test_an_error_in_a_users_policy_is_theirs_to_see(tmp_path: Path) -> None:
     policy.write_text(STOPPING.format(error="ZeroDivisionError('mine')"))
     out = tmp_path / "run"
     with pytest.raises(ZeroDivisionError, match="mine"):
-        cli.sim(["run", "--policy", f"{policy}:Stop", "--num-requests", "100", "--quiet", "--out", str(out)])
+        sim.main(["run", "--policy", f"{policy}:Stop", "--num-requests", "100", "--quiet", "--out", str(out)])
     assert load_run(out).summary["why"] == "ZeroDivisionError: mine"
 
 
 def test_progress_counts_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(cli, "_progress", lambda total, label, quiet: (seen.append, lambda: seen.append(-total)))
-    assert cli.sim(["run", "--policy", "vllm-512", "--num-requests", "9", "--set", "device.kv_tokens=3200", "--no-report",
+    monkeypatch.setattr(sim, "progress_bar", lambda total, label, quiet: (seen.append, lambda: seen.append(-total)))
+    assert sim.main(["run", "--policy", "vllm-512", "--num-requests", "9", "--set", "device.kv_tokens=3200", "--no-report",
                     "--out", str(tmp_path / "o")]) == 0
     assert seen == [1] * 9 + [-9]
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    code = "import sys; from bullet.cli import sim; sys.exit(sim(['list']))"
+    code = "import sys; from bullet.cli.sim import main; sys.exit(main(['list']))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.close()
@@ -316,7 +316,7 @@ def test_a_stuck_policy_stops_with_its_state(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_help_teaches_by_example_without_heavy_imports() -> None:
-    code = ("import sys; from bullet.cli import sim\ntry: sim(['--help'])\nexcept SystemExit: pass\n"
+    code = ("import sys; from bullet.cli.sim import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
             "print([m for m in ('numpy', 'pyarrow', 'simpy', 'matplotlib') if m in sys.modules])")
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert text.strip().endswith("[]")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bullet.config import DeviceConfig, PolicyConfig, RunConfig, SloConfig, WorkloadConfig, load_run_config, to_toml
 from bullet.errors import ConfigError
-from bullet.results import RunWriter, load_run
-from bullet.sim.driver import simulate
+from bullet.results.folder import RunWriter, load_run
+from bullet.sim.run import simulate
 from bullet.workload import load_workload
 
 

@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet import work
-from bullet.config import GPUS, MODELS, DeviceConfig, GpuSpec, ModelSpec
-from bullet.device import DeviceCoefficients, DeviceModel, StepWork, _Row, kv_capacity_tokens, load_device
+from bullet.catalog.gpus import GPUS, GpuSpec
+from bullet.catalog.models import MODELS, ModelSpec
+from bullet.config import DeviceConfig
+from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.fitted import DeviceModel, StepWork, _Row
+from bullet.devices.load import kv_capacity_tokens, load_device
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bullet import work
-from bullet.config import get_gpu
+from bullet.catalog.gpus import get_gpu
 from experiments.fig09 import LLAMA, eq1_seconds, kernel_theory, predict
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from bullet.perf import Sample
+from bullet.estimators.base import Sample
 from bullet.state import DECODE, PREFILL
 from experiments import fig11
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bullet import fit
-from bullet.config import DeviceConfig, get_gpu
-from bullet.device import DeviceModel, load_device
+from bullet.catalog.gpus import get_gpu
+from bullet.config import DeviceConfig
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
 from bullet.errors import ProfileError
+from bullet.profiles import forms as fit
 
 pytest.importorskip("scipy")
 

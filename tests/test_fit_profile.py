@@ -9,16 +9,23 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from bullet import fit, fit_profile, fit_sms, importers
-from bullet.cli import profile
-from bullet.config import DeviceConfig, get_gpu, get_model
-from bullet.device import DeviceCoefficients, DeviceModel, load_device
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.cli.fit import fit_samples, waves_by_evidence
+from bullet.cli.profile import main as profile
+from bullet.config import DeviceConfig
+from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
+from bullet.devices.lookup import lookup
 from bullet.errors import ProfileError
-from bullet.fit_cli import fit_samples, waves_by_evidence
-from bullet.fit_source import MARK, source_page, write_page
-from bullet.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
-from bullet.lookup import lookup
-from bullet.tables import Row, finalise, read_parquet, write_parquet
+from bullet.profiles import forms as fit
+from bullet.profiles import importers
+from bullet.profiles import kernels as fit_profile
+from bullet.profiles import sm_axis as fit_sms
+from bullet.profiles.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
+from bullet.profiles.rows import Row, finalise, read_parquet, write_parquet
+from bullet.profiles.source_page import MARK, source_page, write_page
 from experiments import gemm_shapes
 
 ROOT = Path(__file__).parents[1]

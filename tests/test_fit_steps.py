@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from bullet import fit_steps
-from bullet.cli import profile, sim
-from bullet.config import get_gpu, get_model
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.cli.profile import main as profile
+from bullet.cli.sim import main as sim
+from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ProfileError
-from bullet.measured import MeasuredDevice, StepProfile
-from bullet.results import load_run
-from bullet.tables import Journal, read_journal
+from bullet.profiles import step_times as fit_steps
+from bullet.profiles.rows import Journal, read_journal
+from bullet.results.folder import load_run
 
 TINY = get_model("tiny")  # 4 layers
 WHOLE, BY_LAYER, ITERATION = fit_steps.ENGINE_PHASES

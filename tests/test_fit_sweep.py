@@ -7,18 +7,20 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from bullet.cli import profile, sim
-from bullet.config import get_gpu, get_model
-from bullet.device import DeviceCoefficients
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.cli.profile import main as profile
+from bullet.cli.sim import main as sim
+from bullet.devices.coefficients import DeviceCoefficients
 from bullet.errors import ProfileError
-from bullet.fit_sweep import model_of, of_implementation, read_rows
-from bullet.kernels.timing import Stats
-from bullet.runtime.bench import NO_CLOCKS, Measurement, lane_units
-from bullet.runtime.check import unchecked
-from bullet.runtime.partition import granularity, simulated_table
-from bullet.runtime.plan import CORE_DECODE_SHARES, ENGINE_LAYERS, Point, Rates, Shape, choose_splits, gpu_axes, make_plan
-from bullet.runtime.sweep import run_sweep
-from bullet.tables import ENGINE_OPS, Journal, write_parquet
+from bullet.gpu.partition import granularity, simulated_table
+from bullet.profiler.bench import NO_CLOCKS, Measurement, lane_units
+from bullet.profiler.check import unchecked
+from bullet.profiler.plan import CORE_DECODE_SHARES, ENGINE_LAYERS, Point, Rates, Shape, choose_splits, gpu_axes, make_plan
+from bullet.profiler.sweep import run_sweep
+from bullet.profiler.timing import Stats
+from bullet.profiles.rows import ENGINE_OPS, Journal, write_parquet
+from bullet.profiles.sweeps import model_of, of_implementation, read_rows
 from tests.known_device import KnownRates, made_up
 
 LLAMA, GPU = get_model("llama-3.1-8b"), get_gpu("a100-80gb")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bullet import importers
-from bullet.config import get_model
+from bullet.catalog.models import get_model
 from bullet.errors import ProfileError
-from bullet.importers import RTX4090, check_samples
-from bullet.tables import Row, read_parquet
+from bullet.profiles import importers
+from bullet.profiles.importers import RTX4090, check_samples
+from bullet.profiles.rows import Row, read_parquet
 
 LLAMA = get_model("llama-3.1-8b")
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ def make_gpu(tmp_path: Path, *variables: str, sweep: int = 0, engine: int = 0) -
     """Exit status, and the commands that a stand-in for python was called with."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n'
-                      f'case "$2" in *profile_cli) exit {sweep};; *) exit {engine};; esac\n')
+                      f'case "$2" in *cli.profile) exit {sweep};; *) exit {engine};; esac\n')
     python.chmod(0o755)
     done = subprocess.run(["make", "-s", "gpu", f"GPU_PYTHON={python}", f"OUT={tmp_path}/gpu", *variables], cwd=ROOT,
                           capture_output=True, text=True, timeout=60, check=False)
@@ -30,9 +30,9 @@ def budget(call: list[str]) -> int:
 def test_the_engine_comes_after_the_sweep_and_within_the_same_budget(tmp_path: Path) -> None:
     status, (sweep, engine) = make_gpu(tmp_path, "BUDGET_S=300", "GPU_ARGS=--allow-busy --seed 3")
     assert status == 0
-    assert sweep[:3] == ["-m", "bullet.profile_cli", "gpu"]
+    assert sweep[:3] == ["-m", "bullet.cli.profile", "gpu"]
     assert sweep[-3:] == ["--allow-busy", "--seed", "3"]
-    assert engine[:5] == ["-m", "bullet.run_cli", "validate", "--device", "cuda"]
+    assert engine[:5] == ["-m", "bullet.cli.run", "validate", "--device", "cuda"]
     assert "--allow-busy" in engine
     assert "--seed" not in engine
     assert (budget(sweep), budget(engine)) == (180, 120)

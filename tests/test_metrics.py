@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bullet import metrics
 from bullet.config import RunConfig
-from bullet.results import RequestTable, RunOutcome, StepTable
+from bullet.results import metrics
+from bullet.results.columns import RequestTable, RunOutcome, StepTable
 
 NAN = float("nan")
 # id, arrival, prompt, output, status, reason, admitted, first, finish, generated, preemptions, slo per request, slo mean

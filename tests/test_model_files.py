@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bullet.config import MODELS, ModelSpec, get_model
+from bullet.catalog.models import MODELS, ModelSpec, get_model
 from bullet.errors import ConfigError
 
 # The keys that are read, with the values of the public files (and some of those that are not read).

@@ -8,21 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet import work
-from bullet.config import DeviceConfig, GpuSpec, ModelSpec
-from bullet.device import load_device
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec
+from bullet.config import DeviceConfig
+from bullet.devices.load import load_device
 from bullet.errors import ConfigError, ProfileError
-from bullet.perf import (
-    Recalibration,
-    Sample,
-    SampledState,
-    Srm,
-    _srm_seconds,
-    along_sms,
-    calibration_states,
-    interpolate,
-    make_estimator,
-    sample_device,
-)
+from bullet.estimators.base import Sample
+from bullet.estimators.make import make_estimator
+from bullet.estimators.recalibration import Recalibration
+from bullet.estimators.sampling import SampledState, calibration_states, sample_device
+from bullet.estimators.srm import Srm, _srm_seconds, along_sms, interpolate
 from bullet.state import DECODE, PREFILL, SplitTable
 from tests.worlds import A100
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bullet.errors import TraceError
-from bullet.prefix import PrefixKvCache, check_prefixes
 from bullet.state import Request
+from bullet.state.prefix import PrefixKvCache, check_prefixes
 
 
 def request(id: int, prompt: int) -> Request:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bullet import metrics, report
 from bullet.config import RunConfig
 from bullet.errors import ResultsError
-from bullet.results import RequestTable, RunOutcome, StepTable
+from bullet.results import metrics, page, plots, tables, timeline
+from bullet.results.columns import RequestTable, RunOutcome, StepTable
 
 PNG = b"\x89PNG"
 
@@ -49,10 +49,10 @@ def summaries(*outcomes: RunOutcome) -> list[dict[str, Any]]:
 def test_the_table_says_what_it_is_and_fits_a_terminal() -> None:
     both = summaries(outcome("bullet-literal", TWO_LANES, 999), outcome("sglang-1024-mixed", CHUNKED, 20, 3))
     both[0]["mean_ttft_ms"] = 123456.0
-    lines = report.comparison_table(both).splitlines()
+    lines = tables.comparison_table(both).splitlines()
     assert lines[0] == ("simulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 999 requests, seed 0")
-    assert report.headline(both[0] | {"tensor_parallel": 4}).startswith("simulated on 4 x A100-80GB (device")
-    assert report._rows_of({"a": 14468.49, "b": 0.04719938, "c": {"d": 999.96}}) == {"a": "14,468", "b": "0.0472", "c.d": "1000"}
+    assert tables.headline(both[0] | {"tensor_parallel": 4}).startswith("simulated on 4 x A100-80GB (device")
+    assert page._rows_of({"a": 14468.49, "b": 0.04719938, "c": {"d": 999.96}}) == {"a": "14,468", "b": "0.0472", "c.d": "1000"}
     assert max(map(len, lines)) < 120
     rows = {line.split()[0]: line for line in lines if line.strip()}
     assert "123456" in rows["bullet-literal"]
@@ -65,28 +65,28 @@ def test_the_table_says_what_it_is_and_fits_a_terminal() -> None:
 
 
 def test_an_undefined_figure_is_a_dash() -> None:
-    row = report.comparison_table(summaries(outcome("x", [], 0, 2))).splitlines()[5]
+    row = tables.comparison_table(summaries(outcome("x", [], 0, 2))).splitlines()[5]
     assert row.split() == ["x", *"-------", "0.000", "0.000", "0", "2", "0"]
 
 
 def test_the_oracle_is_named_and_a_users_policy_is_short() -> None:
     summary = summaries(outcome("bullet", TWO_LANES))[0]
     summary["estimator"] = "oracle"
-    text = report.comparison_table([summary])
+    text = tables.comparison_table([summary])
     assert "bullet (oracle)" in text
     assert "not a predictor" in text
-    assert report.label({"system": "/long/way/to/mine.py:Mine", "estimator": None}) == "mine.py:Mine"
-    assert len(report.label({"system": "x" * 99, "estimator": "srm-blind"})) == report.NAME_WIDTH
+    assert tables.label({"system": "/long/way/to/mine.py:Mine", "estimator": None}) == "mine.py:Mine"
+    assert len(tables.label({"system": "x" * 99, "estimator": "srm-blind"})) == tables.NAME_WIDTH
 
 
 def test_common_rejections_are_said_once() -> None:
-    text = report.comparison_table(summaries(outcome("a", CHUNKED, 5, 1), outcome("b", CHUNKED, 5, 1)))
+    text = tables.comparison_table(summaries(outcome("a", CHUNKED, 5, 1), outcome("b", CHUNKED, 5, 1)))
     assert [line for line in text.splitlines() if line.startswith("rejected")] == ["rejected: 1 over_context"]
 
 
 def test_comparison_files_hold_every_figure(tmp_path: Path) -> None:
     both = summaries(outcome("a", TWO_LANES), outcome("b", CHUNKED, 0, 1))
-    report.write_comparison(tmp_path, both)
+    tables.write_comparison(tmp_path, both)
     assert json.loads((tmp_path / "comparison.json").read_text()) == both
     with open(tmp_path / "comparison.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -99,29 +99,29 @@ def test_comparison_files_hold_every_figure(tmp_path: Path) -> None:
 
 
 def test_back_to_back_steps_are_one_block() -> None:
-    blocks = report._blocks(np.array([2.0, 0.0, 1.0, 5.0]), np.array([3.0, 1.0, 2.0, 6.0]), np.array([12, 96, 96, 12]))
+    blocks = plots._blocks(np.array([2.0, 0.0, 1.0, 5.0]), np.array([3.0, 1.0, 2.0, 6.0]), np.array([12, 96, 96, 12]))
     assert blocks.tolist() == [[0, 2, 96], [2, 3, 12], [5, 6, 12]]
 
 
 def test_mean_sms_of_bins_are_exact() -> None:
     steps = StepTable.from_rows(TWO_LANES)
-    decode = report._mean_sms(steps, steps["lane"] == "decode", np.array([0.0, 1.0, 2.0, 3.5, 4.0]))
+    decode = plots._mean_sms(steps, steps["lane"] == "decode", np.array([0.0, 1.0, 2.0, 3.5, 4.0]))
     assert decode.tolist() == pytest.approx([6, 12, 36, 108])
-    assert report._mean_sms(steps, steps["lane"] == "none", np.array([0.0, 1.0])).tolist() == [0]
+    assert plots._mean_sms(steps, steps["lane"] == "none", np.array([0.0, 1.0])).tolist() == [0]
 
 
 def test_thinned_points_keep_both_ends() -> None:
-    kept = report._thin(100_000)
-    assert (kept[0], kept[-1], len(kept)) == (0, 99_999, report.MAX_POINTS)
-    assert report._thin(3).tolist() == [0, 1, 2]
-    assert report._thin(0).tolist() == []
+    kept = plots._thin(100_000)
+    assert (kept[0], kept[-1], len(kept)) == (0, 99_999, plots.MAX_POINTS)
+    assert plots._thin(3).tolist() == [0, 1, 2]
+    assert plots._thin(0).tolist() == []
 
 
 @pytest.mark.parametrize("steps", [TWO_LANES, CHUNKED, TWO_LANES[:1], []])
 @pytest.mark.parametrize("finished", [20, 1, 0])
 def test_reports_of_any_run_are_drawn(steps: list[tuple[Any, ...]], finished: int, tmp_path: Path) -> None:
     one = outcome("toy", steps, finished, 1)
-    report.write_run_report(tmp_path, one, summaries(one)[0], "seed = 0\n")
+    page.write_run_report(tmp_path, one, summaries(one)[0], "seed = 0\n")
     for name in ("latency_cdf", "sm_share"):
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(PNG)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -129,7 +129,7 @@ def test_reports_of_any_run_are_drawn(steps: list[tuple[Any, ...]], finished: in
 
 def test_plots_of_equal_runs_are_equal(tmp_path: Path) -> None:
     for name in "ab":
-        report.plot_sm_share(outcome("toy", TWO_LANES), summaries(outcome("toy", TWO_LANES))[0], tmp_path / f"{name}.png")
+        plots.plot_sm_share(outcome("toy", TWO_LANES), summaries(outcome("toy", TWO_LANES))[0], tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
@@ -138,25 +138,25 @@ def test_the_page_is_one_file_with_everything(tmp_path: Path) -> None:
     both = summaries(*outcomes)
     folders = [tmp_path / "a", tmp_path / "c"]
     for one, summary, folder in zip(outcomes, both, folders, strict=True):
-        report.write_run_report(folder, one, summary, "")
-    report.write_comparison_report(tmp_path, outcomes, both, folders, 'trace = "<x>"\n')
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+        page.write_run_report(folder, one, summary, "")
+    page.write_comparison_report(tmp_path, outcomes, both, folders, 'trace = "<x>"\n')
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert len(pictures) == 4
     assert all(base64.b64decode(p).startswith(PNG) for p in pictures)
-    assert 'src="http' not in page
-    assert "href" not in page
-    assert "a&lt;b" in page
-    assert "a<b" not in page
-    assert "&lt;x&gt;" in page
-    assert "sm_share.idle" in page
-    assert "simulated on A100-80GB" in page
+    assert 'src="http' not in text
+    assert "href" not in text
+    assert "a&lt;b" in text
+    assert "a<b" not in text
+    assert "&lt;x&gt;" in text
+    assert "sm_share.idle" in text
+    assert "simulated on A100-80GB" in text
 
 
 def test_pyplot_stays_out(tmp_path: Path) -> None:
     code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from pathlib import Path\n"
             "from tests.test_report import *\n"
-            f"one = outcome('toy', TWO_LANES); report.write_run_report(Path({str(tmp_path)!r}), one, summaries(one)[0], '')\n"
+            f"one = outcome('toy', TWO_LANES); page.write_run_report(Path({str(tmp_path)!r}), one, summaries(one)[0], '')\n"
             "print([m for m in ('pandas', 'matplotlib.pyplot', 'simpy', 'scipy') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -166,17 +166,17 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     one = outcome("toy", CHUNKED)
     (tmp_path / "x.png").mkdir()
     with pytest.raises(ResultsError, match=r"x\.png: cannot be written"):
-        report.plot_cdfs([one], summaries(one), tmp_path / "x.png")
+        plots.plot_cdfs([one], summaries(one), tmp_path / "x.png")
     (tmp_path / "trace.json").mkdir()
     with pytest.raises(ResultsError, match=r"trace\.json: cannot be written"):
-        report.write_perfetto(one, tmp_path / "trace.json")
+        timeline.write_perfetto(one, tmp_path / "trace.json")
 
 
 # --------------------------------------------------------------------------------------------- Perfetto
 
 
 def events(tmp_path: Path, steps: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    report.write_perfetto(outcome("toy", steps), tmp_path / "trace.json")
+    timeline.write_perfetto(outcome("toy", steps), tmp_path / "trace.json")
     found: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     return found
 
@@ -200,5 +200,5 @@ def test_counters_change_only_where_they_change_and_fall_when_a_lane_is_idle(tmp
 
 def test_a_trace_in_parts_is_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = events(tmp_path, TWO_LANES)
-    monkeypatch.setattr(report, "_CHUNK_ROWS", 1)
+    monkeypatch.setattr(timeline, "_CHUNK_ROWS", 1)
     assert events(tmp_path, TWO_LANES) == whole

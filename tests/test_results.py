@@ -11,10 +11,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from bullet import results
+from bullet import files
 from bullet.config import RunConfig
 from bullet.errors import ResultsError
-from bullet.results import REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, RunWriter, StepTable, load_run
+from bullet.results import folder
+from bullet.results.columns import REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable
+from bullet.results.folder import RunWriter, load_run
 
 
 def step(i: int, predicted_s: float | None = 0.5) -> tuple[Any, ...]:
@@ -138,18 +140,18 @@ def test_a_requested_stop_lands_on_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         writer.step(step(1))
     assert writer.abort("interrupted") == {"offered": 1, "finished": 1, "rejected": 0, "unfinished": 0}
-    assert len(results.read_table(tmp_path / "run" / "steps.parquet", StepTable)) == 2
+    assert len(folder.read_table(tmp_path / "run" / "steps.parquet", StepTable)) == 2
 
 
 def test_a_failure_after_the_merge_does_not_lose_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = results.write_json
+    plain = files.write_json
 
     def full_disk(path: Path, value: Any) -> None:
         if path.name == "timing.json":
             raise ResultsError(f"{path}: cannot be written (No space left on device)")
         plain(path, value)
 
-    monkeypatch.setattr(results, "write_json", full_disk)
+    monkeypatch.setattr(folder, "write_json", full_disk)
     with pytest.raises(ResultsError, match="No space left"):
         write(tmp_path / "run")
     run = load_run(tmp_path / "run")
@@ -173,20 +175,20 @@ def test_a_full_disk_is_not_kept_full_by_half_a_file(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "write_text", full_disk)
     with pytest.raises(ResultsError, match="No space left"):
-        results.write_text(tmp_path / "a.json", "{}  ")
+        files.write_text(tmp_path / "a.json", "{}  ")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_while_rows_are_saved_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                          number: signal.Signals) -> None:
-    plain, before = results.write_parquet, signal.getsignal(number)
+    plain, before = folder.write_parquet, signal.getsignal(number)
 
     def impatient(*args: Any) -> None:
         signal.raise_signal(number)
         plain(*args)
 
-    monkeypatch.setattr(results, "write_parquet", impatient)
+    monkeypatch.setattr(folder, "write_parquet", impatient)
 
     def stopped() -> None:
         with RunWriter(tmp_path / "run") as writer:
@@ -243,17 +245,17 @@ def test_what_cannot_be_read_is_named(name: str, content: str | None, words: str
 def test_another_table_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "run")
     with pytest.raises(ResultsError, match="no column id, arrival_s"):
-        results.read_table(tmp_path / "run" / "steps.parquet", RequestTable)
+        folder.read_table(tmp_path / "run" / "steps.parquet", RequestTable)
     table = pq.read_table(tmp_path / "run" / "steps.parquet")
     pq.write_table(table.set_column(1, "lane", table["sms"]), tmp_path / "odd.parquet")
     with pytest.raises(ResultsError, match="not of the type"):
-        results.read_table(tmp_path / "odd.parquet", StepTable)
+        folder.read_table(tmp_path / "odd.parquet", StepTable)
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        results.write_json(tmp_path / "x.json", {"a": float("nan")})
-    results.write_json(tmp_path / "x.json", {"a": None})
+        files.write_json(tmp_path / "x.json", {"a": float("nan")})
+    files.write_json(tmp_path / "x.json", {"a": None})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": None}
 
 

@@ -7,10 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bullet.config import GPUS, MODELS, DeviceConfig
-from bullet.device import load_device
-from bullet.errors import ConfigError, ProfileError
-from bullet.table_device import (
+from bullet.catalog.gpus import GPUS
+from bullet.catalog.models import MODELS
+from bullet.config import DeviceConfig
+from bullet.devices.load import load_device
+from bullet.devices.table import (
     ATTENTION_AXES,
     HEAD_KERNELS,
     LAYER_KERNELS,
@@ -21,6 +22,7 @@ from bullet.table_device import (
     table_path,
     tables_from_rows,
 )
+from bullet.errors import ConfigError, ProfileError
 from tests import worlds
 
 US = 1e-6

@@ -7,13 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bullet.cli import sim
-from bullet.config import GPUS, MODELS, DeviceConfig
-from bullet.device import PROFILES, DeviceCoefficients, DeviceModel, load_device
+from bullet.catalog.gpus import GPUS
+from bullet.catalog.models import MODELS
+from bullet.cli.sim import main as sim
+from bullet.config import DeviceConfig
+from bullet.devices.coefficients import PROFILES, DeviceCoefficients
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
+from bullet.devices.table import TableDevice
+from bullet.devices.table_samples import COLUMNS, gemm_curve, tables_of
 from bullet.errors import ProfileError
-from bullet.table_device import TableDevice
-from bullet.table_samples import COLUMNS, gemm_curve, tables_of
-from bullet.tables import read_parquet
+from bullet.profiles.rows import read_parquet
 from bullet.work import dense_kernels, head_kernels
 
 US = 1e-6

@@ -9,12 +9,13 @@ import shutil
 import numpy as np
 import pytest
 
-from bullet import validate
-from bullet.config import GPUS, MODELS, get_gpu, get_model
-from bullet.device import PROFILES
+from bullet.catalog.gpus import GPUS, get_gpu
+from bullet.catalog.models import MODELS, get_model
+from bullet.devices.coefficients import PROFILES
+from bullet.devices.table import TableDevice, tables_from_rows
+from bullet.devices.table_skew import COLUMNS, FILE, SkewedTableDevice, check_skew, read_skew, skew_from_rows
 from bullet.errors import ConfigError, ProfileError
-from bullet.table_device import TableDevice, tables_from_rows
-from bullet.table_skew import COLUMNS, FILE, SkewedTableDevice, check_skew, read_skew, skew_from_rows
+from bullet.validation import recorded as validate
 from experiments.make_rtx4090 import SKEW, skew_rows
 from tests.test_table_device import small_rows
 

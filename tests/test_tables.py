@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bullet.errors import ProfileError, ResultsError
-from bullet.tables import (
+from bullet.profiles.rows import (
     COLUMNS,
     SCHEMA_VERSION,
     Journal,

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bullet import validate
-from bullet.cli import sim
-from bullet.device import PROFILES
+from bullet.cli.sim import main as sim
+from bullet.devices.coefficients import PROFILES
+from bullet.devices.table import TableDevice
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import Chunk, HybridStep
-from bullet.table_device import TableDevice
+from bullet.validation import recorded as validate
 from experiments import rtx4090_causes
 
 SHIPPED = PROFILES / "rtx4090" / "llama-3.1-8b"

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bullet import serving_points, validate_serving
-from bullet.cli import sim
+from bullet.cli.sim import main as sim
 from bullet.errors import ConfigError, ProfileError
-from bullet.serving_points import Point, read_points
-from bullet.validate_serving import build_device, build_workload, run_config, simulate_point, tilt
+from bullet.validation import serving as validate_serving
+from bullet.validation import serving_points
+from bullet.validation.serving import build_device, build_workload, run_config, simulate_point, tilt
+from bullet.validation.serving_points import Point, read_points
 
 HEAD = "# here: a source, commit x, MIT\n" + ",".join(serving_points.COLUMNS) + "\n"
 STATIC = "one,static,vLLM 2024,a100-80gb,,,2,32,5,batch,0.5,here\n"

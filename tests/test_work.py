@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet import work
-from bullet.config import MODELS, ModelSpec
+from bullet.catalog.models import MODELS, ModelSpec
 
 LLAMA = MODELS["llama-3.1-8b"]
 TINY = ModelSpec("t", num_layers=2, hidden_size=8, intermediate_size=16, num_heads=4, num_kv_heads=2, head_dim=2, vocab_size=32,

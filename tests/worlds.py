@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from bullet.config import DeviceConfig, RunConfig, load_run_config
-from bullet.device import DeviceModel, load_device
-from bullet.results import RunOutcome
-from bullet.sim.driver import simulate
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
+from bullet.results.columns import RunOutcome
+from bullet.sim.run import simulate
 from bullet.workload import Workload
 
 A100 = load_device(DeviceConfig())

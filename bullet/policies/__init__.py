@@ -24,13 +24,13 @@ class Entry(NamedTuple):
 
 
 def _bullet(context: PolicyContext, _: list[int]) -> Policy:
-    from bullet.policies.bullet import Bullet
+    from bullet.policies.bullet.algorithm import Bullet
 
     return Bullet(context)
 
 
 def _bullet_literal(context: PolicyContext, _: list[int]) -> Policy:
-    from bullet.policies.bullet import BulletLiteral
+    from bullet.policies.bullet.algorithm import BulletLiteral
 
     return BulletLiteral(context)
 

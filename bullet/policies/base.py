@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from bullet.config import PLAIN_NAMES, GpuSpec, ModelSpec
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec
+from bullet.config import PLAIN_NAMES
 from bullet.errors import ConfigError, UnknownOptionError
-from bullet.perf import Estimator
+from bullet.estimators.base import Estimator
 from bullet.state import Chunk, Decision, Published, SplitTable, Step, SystemState
 
 

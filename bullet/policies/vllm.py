@@ -22,7 +22,7 @@ admission: all allocations succeed exactly if the step's growth is no more than 
 
 That is the default. Options bring back what a replay of a 0.19 run needs (docs/validation.md shows what each is worth):
 
-- ``prefix_cache``: prompts take over cached blocks (bullet/prefix.py).
+- ``prefix_cache``: prompts take over cached blocks (bullet/state/prefix.py).
 - ``admission``: ``reserve`` (default: a prompt's blocks are all taken when it is admitted), ``check`` (0.19: the whole known
   length must fit, blocks are taken chunk by chunk), ``chunk`` (0.8: only the first chunk must fit).
 - ``steps_in_flight``: 2 decides the next step while one still runs (the engine's asynchronous scheduling).
@@ -39,8 +39,8 @@ from typing import Any
 
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext, read_options
-from bullet.prefix import PagedState, Paging, PrefixKvCache
 from bullet.state import HYBRID, Chunk, Decision, HybridStep, Request, Step, SystemState, Wait
+from bullet.state.prefix import PagedState, Paging, PrefixKvCache
 
 OPTIONS = {
     # The engine's default on an A100 and smaller devices; on others of 70 GiB and more it is 1,024.

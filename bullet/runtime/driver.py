@@ -25,11 +25,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bullet.config import RunConfig, get_model
+from bullet.catalog.models import get_model
+from bullet.config import RunConfig
 from bullet.errors import ConfigError, NoProgressError
 from bullet.policies import is_custom
 from bullet.policies.base import Policy, check_decision
-from bullet.results import RequestTable, RunOutcome, StepTable
+from bullet.results.columns import RequestTable, RunOutcome, StepTable
 from bullet.state import (
     DECODE,
     HYBRID,
@@ -60,7 +61,7 @@ NAP_S = 0.05
 
 
 class LaunchFace(Protocol):
-    """Work queued on a lane; :class:`bullet.runtime.engine.Launch`."""
+    """Work queued on a lane; :class:`bullet.engine.engine.Launch`."""
 
     def done(self) -> bool: ...
 
@@ -70,7 +71,7 @@ class LaunchFace(Protocol):
 
 
 class EngineFace(Protocol):
-    """What the driver asks of :class:`bullet.runtime.engine.Engine`."""
+    """What the driver asks of :class:`bullet.engine.engine.Engine`."""
 
     max_tokens: int
 

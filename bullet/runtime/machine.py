@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from bullet.config import GPUS, KV_BLOCK_TOKENS, GpuSpec, ModelSpec, RunConfig, get_gpu, get_model
+from bullet.catalog.gpus import GPUS, GpuSpec, get_gpu
+from bullet.catalog.models import ModelSpec, get_model
+from bullet.config import KV_BLOCK_TOKENS, RunConfig
+from bullet.devices.measured import StepProfile
 from bullet.errors import BulletError, ConfigError, EngineError, ProfileError
-from bullet.measured import StepProfile
-from bullet.runtime.bench import CPU_NAME
+from bullet.profiler.bench import CPU_NAME
 from bullet.runtime.driver import Machine
 from bullet.state import Chunk, SplitTable
 from bullet.workload import Workload, stream
@@ -66,7 +68,7 @@ def prompts_of(workload: Workload, vocabulary: int, seed: int) -> Callable[[int]
 
 def architecture(name: str, weights: Path | None, dtype: Any) -> Any:
     """Of a built-in model, a ``config.json``, or the folder of its weights; refuses what the engine does not compute."""
-    from bullet.runtime.model import Architecture
+    from bullet.engine.model import Architecture
 
     if weights is not None:
         arch = Architecture.from_hf(weights)
@@ -86,7 +88,7 @@ def _import_torch() -> Any:
 
 
 def _weights(arch: Any, folder: Path | None, seed: int, device: Any) -> Any:
-    from bullet.runtime.weights import load_safetensors, random_weights
+    from bullet.engine.weights import load_safetensors, random_weights
 
     return load_safetensors(folder, arch, device) if folder is not None else random_weights(arch, seed, device)
 
@@ -113,8 +115,8 @@ def open_machine(device: str, config: RunConfig, max_tokens: int, *, weights: Pa
 
 def _open_cpu(config: RunConfig, max_tokens: int, weights: Path | None, threads: int | None) -> Opened:
     torch = _import_torch()
-    from bullet.runtime.engine import Engine
-    from bullet.runtime.model import Ops
+    from bullet.engine.engine import Engine
+    from bullet.engine.model import Ops
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -124,7 +126,7 @@ def _open_cpu(config: RunConfig, max_tokens: int, weights: Path | None, threads:
     engine = Engine(arch, _weights(arch, weights, config.seed, cpu), Ops("torch"), kv_blocks=kv_blocks, max_tokens=max_tokens)
     gpu = get_gpu(config.device.gpu)
     splits = SplitTable.every(gpu.num_sms, config.device.partition_step_sms)
-    from bullet.runtime.engine import CPU_LANE
+    from bullet.engine.engine import CPU_LANE
 
     machine = Machine(engine, splits, kv_blocks, lambda name, sms: CPU_LANE, CPU_NAME,
                       f"none: lanes take turns, SMs of a nominal {gpu.name}", True,
@@ -137,7 +139,7 @@ def known_gpu(name: str, num_sms: int) -> GpuSpec:
     plain = name.lower().replace(" ", "")
     found = next((key for key in GPUS if key.split("-")[0] in plain), None)
     if found is None:
-        raise ConfigError(f"GPU {name!r} is not among {', '.join(GPUS)}: add its data sheet to bullet/config.py, which the "
+        raise ConfigError(f"GPU {name!r} is not among {', '.join(GPUS)}: add its data sheet to bullet/catalog/gpus.py, which the "
                           "estimator starts from")
     return dataclasses.replace(get_gpu(found), num_sms=num_sms)
 
@@ -145,10 +147,10 @@ def known_gpu(name: str, num_sms: int) -> GpuSpec:
 def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend: str, allow_busy: bool,
                say: Callable[[str], None]) -> tuple[Opened, Callable[[], None]]:
     torch = _import_torch()
-    from bullet.runtime import bench_cuda, plan
-    from bullet.runtime.check import run_check
-    from bullet.runtime.engine import Engine, kv_blocks_that_fit
-    from bullet.runtime.model import Ops
+    from bullet.engine.engine import Engine, kv_blocks_that_fit
+    from bullet.engine.model import Ops
+    from bullet.profiler import bench_cuda, plan
+    from bullet.profiler.check import run_check
 
     arch = architecture(config.device.model, folder, None)
     spec = arch.spec

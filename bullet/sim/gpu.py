@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bullet.device import DeviceModel
+from bullet.devices.fitted import DeviceModel
 from bullet.state import DECODE, HYBRID, PREFILL, Step
 
 INFINITY = float("inf")

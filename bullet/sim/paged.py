@@ -1,4 +1,4 @@
-"""The simulated driver for policies that name their blocks, with one or two steps in flight (bullet/prefix.py).
+"""The simulated driver for policies that name their blocks, with one or two steps in flight (bullet/state/prefix.py).
 
 The loop is the ordinary one. What differs: with two steps in flight the next step is decided when one ends and another
 is still to run, and begins the moment that one ends::
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import simpy
 
 from bullet.config import RunConfig
-from bullet.device import DeviceModel, StepWork
+from bullet.devices.fitted import DeviceModel, StepWork
 from bullet.errors import ConfigError
 from bullet.policies.base import Policy
-from bullet.prefix import PagedState, Paging, PrefixKvCache, check_prefixes
 from bullet.sim.driver import Simulation
 from bullet.sim.gpu import HybridFlight
 from bullet.state import HYBRID, HybridStep, Partition, Phase, Request, SplitTable
+from bullet.state.prefix import PagedState, Paging, PrefixKvCache, check_prefixes
 from bullet.workload import Workload
 
 
@@ -47,8 +47,8 @@ class PagedSimulation(Simulation):
         super().__init__(config, workload, device, policy, splits, kv_blocks, sink, **options)
         paging = getattr(policy, "paging", None)
         if self.two_lanes or not isinstance(paging, Paging):
-            raise ConfigError(f"policy {config.policy.name!r}: paging = {paging!r}: must be a bullet.prefix.Paging, and lanes "
-                              "('hybrid',)")
+            raise ConfigError(f"policy {config.policy.name!r}: paging = {paging!r}: must be a bullet.state.prefix.Paging, and "
+                              "lanes ('hybrid',)")
         shared = workload.shared_prefix or {}
         check_prefixes(shared, self.prompts, workload.name)
         blocks = PrefixKvCache(kv_blocks, shared, caching=paging.prefix_cache)

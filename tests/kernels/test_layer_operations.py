@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bullet.config import MODELS, ModelSpec  # noqa: E402
+from bullet.catalog.models import MODELS, ModelSpec  # noqa: E402
 from bullet.errors import ProfileError  # noqa: E402
-from bullet.kernels import reference  # noqa: E402
+from bullet.profiler import torch_operations as reference  # noqa: E402
 
 SMALL = ModelSpec("small", 2, 32, 48, 4, 2, 8, 64, 256, dtype_bytes=4)
 EXPERTS = dataclasses.replace(SMALL, name="experts", num_experts=4, experts_per_token=2)

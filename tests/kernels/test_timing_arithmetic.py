@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet.errors import ProfileError
-from bullet.kernels.timing import Interval, inside, repeats, rotation, summarise, train_lengths
+from bullet.profiler.timing import Interval, inside, repeats, rotation, summarise, train_lengths
 
 positive = st.floats(1e-7, 10, allow_nan=False)
 

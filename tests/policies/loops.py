@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from bullet.config import GPUS, MODELS
+from bullet.catalog.gpus import GPUS
+from bullet.catalog.models import MODELS
 from bullet.policies import make_policy
 from bullet.policies.base import PolicyContext
 from bullet.state import DECODE, HYBRID, PREFILL, Decision, KvCache, Partition, Request, SplitTable, SystemState, Wait

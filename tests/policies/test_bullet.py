@@ -15,17 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet.config import GPUS, MODELS
+from bullet.catalog.gpus import GPUS
+from bullet.catalog.models import MODELS
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext
-from bullet.policies.bullet import (
-    Bullet,
-    BulletLiteral,
-    _DecodeForecast,
-    _PoppedBatch,
-    _RunningBatch,
-    p90,
-)
+from bullet.policies.bullet.algorithm import Bullet, BulletLiteral, _DecodeForecast, _PoppedBatch, _RunningBatch, p90
 from bullet.state import (
     DECODE,
     PREFILL,

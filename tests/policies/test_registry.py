@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from bullet.errors import ConfigError
-from bullet.policies import POLICIES, bullet, check_name, chunked, describe, needs_estimator, static, vllm
+from bullet.policies import POLICIES, check_name, chunked, describe, needs_estimator, static, vllm
+from bullet.policies.bullet import algorithm as bullet
 from tests.policies.loops import build
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bullet.config import GPUS, MODELS
+from bullet.catalog.gpus import GPUS
+from bullet.catalog.models import MODELS
 from bullet.errors import ConfigError
 from bullet.policies import POLICIES, check_name, describe, make_policy, needs_estimator
 from bullet.policies.base import PolicyContext

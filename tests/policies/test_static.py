@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet.config import GPUS, MODELS
+from bullet.catalog.gpus import GPUS
+from bullet.catalog.models import MODELS
 from bullet.errors import ConfigError
 from bullet.policies import make_policy
 from bullet.policies.base import PolicyContext

@@ -242,7 +242,7 @@ class FakeShop:
         self.cleared = 0
 
     def build(self, op: str, tokens: int, batch: int, context_tokens: int, role: str) -> SimpleNamespace:
-        from bullet.runtime.plan import Shape
+        from bullet.profiler.plan import Shape
 
         shape = Shape(op, tokens, batch, context_tokens)
         self.built.append(op)

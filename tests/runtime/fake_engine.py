@@ -16,7 +16,7 @@ from bullet.config import load_run_config, resolve_slo
 from bullet.errors import EngineError
 from bullet.policies import make_policy, needs_estimator
 from bullet.policies.base import PolicyContext
-from bullet.results import RequestTable, StepTable
+from bullet.results.columns import RequestTable, StepTable
 from bullet.runtime.driver import Machine, Replay
 from bullet.state import SplitTable
 from bullet.workload import Workload
@@ -184,13 +184,15 @@ def replay(rows, policy="naive", *, turns=True, seconds=unit, blocks=1000, max_t
 
 
 def build(name, config, splits, estimator=None):
-    from bullet.config import get_gpu, get_model
+    from bullet.catalog.gpus import get_gpu
+    from bullet.catalog.models import get_model
 
     gpu = dataclasses.replace(get_gpu("a100-80gb"), num_sms=splits.num_sms, bandwidth_knee_sms=2)
     model = get_model("tiny")
     if estimator is None and needs_estimator(name):
-        from bullet.device import DeviceModel, analytic_coefficients
-        from bullet.perf import make_estimator
+        from bullet.devices.coefficients import analytic_coefficients
+        from bullet.devices.fitted import DeviceModel
+        from bullet.estimators.make import make_estimator
 
         device = DeviceModel(model, gpu, analytic_coefficients(gpu))
         estimator = make_estimator("srm", device=device, model=model, gpu=gpu, splits=splits, seed=0)

@@ -20,15 +20,15 @@ torch = pytest.importorskip("torch")
 from fake_cuda import FakeCuda, FakeEvent, FakeKernels, FakeShop, FakeStream  # noqa: E402
 from stub_driver import StubDriver  # noqa: E402
 
-from bullet import profile_cli  # noqa: E402
-from bullet.config import MODELS, get_model  # noqa: E402
+from bullet.catalog.models import MODELS, get_model  # noqa: E402
+from bullet.cli import measure as profile_cli  # noqa: E402
 from bullet.errors import PartitionError  # noqa: E402
-from bullet.runtime import bench_cuda  # noqa: E402
-from bullet.runtime.bench import DeviceLostError, PointError  # noqa: E402
-from bullet.runtime.check import run_check  # noqa: E402
-from bullet.runtime.partition import Driver, Split, green_context_table, unpartitioned_table  # noqa: E402
-from bullet.runtime.plan import Point, Rates, Shape, decode, prefill  # noqa: E402
-from bullet.tables import ENGINE_OPS, read_journal, read_parquet  # noqa: E402
+from bullet.gpu.partition import Driver, Split, green_context_table, unpartitioned_table  # noqa: E402
+from bullet.profiler import bench_cuda  # noqa: E402
+from bullet.profiler.bench import DeviceLostError, PointError  # noqa: E402
+from bullet.profiler.check import run_check  # noqa: E402
+from bullet.profiler.plan import Point, Rates, Shape, decode, prefill  # noqa: E402
+from bullet.profiles.rows import ENGINE_OPS, read_journal, read_parquet  # noqa: E402
 
 LLAMA = get_model("llama-3.1-8b")
 SPLIT = Split(112, 20)
@@ -431,8 +431,8 @@ def test_a_gpu_that_hangs_ends_the_process_and_rows_are_kept(tmp_path, limits, l
     code = textwrap.dedent("""
         import sys, threading
         from pathlib import Path
-        from bullet.runtime import bench_cuda
-        from bullet.tables import Journal
+        from bullet.profiler import bench_cuda
+        from bullet.profiles.rows import Journal
 
         bench_cuda.LIMITS
         row = dict(id="a", kind="solo", op="copy", backend="none", partition="none", lane="full", sms=1, device_sms=1,
@@ -589,7 +589,7 @@ def test_a_model_too_large_for_the_memory_is_one_line(gpu, tmp_path, capsys, mon
 
 
 def test_software_backend_names_the_operation(monkeypatch, tmp_path, capsys):
-    from bullet.runtime.partition import software_table
+    from bullet.gpu.partition import software_table
 
     def open_cuda(model, **options):
         bench, cuda, _ = open_bench(model=model)

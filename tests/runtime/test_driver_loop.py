@@ -15,8 +15,8 @@ import pytest
 from fake_engine import FakeClock, replay, tables, times
 
 import bullet
-from bullet import metrics
 from bullet.errors import ConfigError, EngineError, NoProgressError
+from bullet.results import metrics
 from bullet.state import DECODE, HYBRID, PREFILL, Chunk, DecodeStep, HybridStep, PrefillStep, Wait
 
 POLICIES = ("bullet", "bullet-literal", "static-6", "naive", "sglang-64", "sglang-64-mixed", "vllm-256")
@@ -262,13 +262,13 @@ def test_what_a_lane_publishes_the_other_sees_at_its_next_decision():
 
 def test_reports_and_plots_of_the_simulator_work_on_a_real_run(tmp_path):
     pytest.importorskip("matplotlib")
-    from bullet import report
     from bullet.config import to_toml
+    from bullet.results import page
 
     rows = [(0.0, 20, 3), (0.001, 60, 4)]
     run, _, sink = replay(rows, "static-6", turns=False)
     outcome = run.outcome(*tables(sink), run_workload(rows))
-    report.write_run_report(tmp_path, outcome, metrics.summarise(outcome), to_toml(outcome.config))
+    page.write_run_report(tmp_path, outcome, metrics.summarise(outcome), to_toml(outcome.config))
     page = (tmp_path / "report.html").read_text()
     assert "measured on FAKE" in page
     assert "simulated" not in page.split("</p>")[0]
@@ -276,7 +276,7 @@ def test_reports_and_plots_of_the_simulator_work_on_a_real_run(tmp_path):
 
 
 def test_the_loop_needs_no_torch_and_never_the_simulator():
-    code = ("import sys; import bullet.runtime.driver, bullet.runtime.record, bullet.measured, bullet.run_cli; "
+    code = ("import sys; import bullet.runtime.driver, bullet.runtime.record, bullet.devices.measured, bullet.cli.run; "
             "print([m for m in ('torch', 'triton', 'simpy', 'matplotlib', 'bullet.sim') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -13,13 +13,13 @@ pytest.importorskip("triton")
 from fake_cuda import FakeCuda, FakeGraph  # noqa: E402
 from stub_driver import StubDriver  # noqa: E402
 
-from bullet.config import ModelSpec  # noqa: E402
+from bullet.catalog.models import ModelSpec  # noqa: E402
+from bullet.engine import engine as engine_module  # noqa: E402
+from bullet.engine.engine import BlockPool, Engine, kv_block_bytes, kv_blocks_that_fit  # noqa: E402
+from bullet.engine.model import Architecture, Ops  # noqa: E402
+from bullet.engine.weights import random_weights  # noqa: E402
 from bullet.errors import ConfigError, EngineError  # noqa: E402
-from bullet.runtime import engine as engine_module  # noqa: E402
-from bullet.runtime.engine import BlockPool, Engine, kv_block_bytes, kv_blocks_that_fit  # noqa: E402
-from bullet.runtime.model import Architecture, Ops  # noqa: E402
-from bullet.runtime.partition import Lane  # noqa: E402
-from bullet.runtime.weights import random_weights  # noqa: E402
+from bullet.gpu.partition import Lane  # noqa: E402
 from bullet.state import Chunk  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -169,7 +169,7 @@ def test_kv_blocks_that_fit():
 
 
 def test_weights_larger_than_the_memory_are_refused():
-    from bullet.runtime.weights import require_room
+    from bullet.engine.weights import require_room
 
     arch = Architecture.of(TINY, torch.bfloat16)
     needed = TINY.weight_bytes
@@ -347,7 +347,7 @@ def test_a_hand_over_waits_for_the_other_lane_and_moves_no_key():
 def test_the_runtime_never_loads_the_simulator():
     import subprocess
 
-    code = "import sys; import bullet.runtime.engine, bullet.runtime.weights; " \
+    code = "import sys; import bullet.engine.engine, bullet.engine.weights; " \
            "print([m for m in sys.modules if m.split('.')[0] == 'simpy' or m.startswith('bullet.sim')])"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True, capture_output=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 
-from bullet.runtime.engine import Engine  # noqa: E402
-from bullet.runtime.model import Architecture, Ops  # noqa: E402
-from bullet.runtime.weights import load_safetensors  # noqa: E402
+from bullet.engine.engine import Engine  # noqa: E402
+from bullet.engine.model import Architecture, Ops  # noqa: E402
+from bullet.engine.weights import load_safetensors  # noqa: E402
 from bullet.state import Chunk  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from bullet.config import ModelSpec  # noqa: E402
+from bullet.catalog.models import ModelSpec  # noqa: E402
 from bullet.errors import ProfileError  # noqa: E402
-from bullet.runtime import engine_bench  # noqa: E402
-from bullet.runtime.bench import CpuBench  # noqa: E402
-from bullet.runtime.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, decode, flops_and_bytes, prefill  # noqa: E402
-from bullet.tables import ENGINE_OPS  # noqa: E402
+from bullet.profiler import bench_engine as engine_bench  # noqa: E402
+from bullet.profiler.bench import CpuBench  # noqa: E402
+from bullet.profiler.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, decode, flops_and_bytes, prefill  # noqa: E402
+from bullet.profiles.rows import ENGINE_OPS  # noqa: E402
 
 TINY = ModelSpec("tiny-test", 3, 32, 48, 4, 2, 16, 61, 512)
 PREFILL, DECODE = ENGINE_LAYERS

@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-from bullet import profile_cli  # noqa: E402
+from bullet.cli import measure as profile_cli  # noqa: E402
 from bullet.kernels import probe  # noqa: E402
-from bullet.tables import read_journal  # noqa: E402
+from bullet.profiles.rows import read_journal  # noqa: E402
 
 
 def test_every_pair_is_proven(tmp_path):

@@ -13,13 +13,19 @@ torch = pytest.importorskip("torch")
 from fake_cuda import FakeCuda, FakeKernels, FakeShop  # noqa: E402
 from stub_driver import CUresult, StubDriver  # noqa: E402
 
-from bullet import cli, profile_cli  # noqa: E402
-from bullet.config import DeviceConfig, get_gpu, get_model  # noqa: E402
-from bullet.device import DeviceCoefficients, DeviceModel, load_device  # noqa: E402
-from bullet.runtime import bench_cuda, engine_bench  # noqa: E402
-from bullet.runtime.partition import Driver  # noqa: E402
-from bullet.runtime.plan import Rates, decode, prefill  # noqa: E402
-from bullet.tables import read_journal  # noqa: E402
+from bullet.catalog.gpus import get_gpu  # noqa: E402
+from bullet.catalog.models import get_model  # noqa: E402
+from bullet.cli import measure as profile_cli  # noqa: E402
+from bullet.cli import profile  # noqa: E402
+from bullet.config import DeviceConfig  # noqa: E402
+from bullet.devices.coefficients import DeviceCoefficients  # noqa: E402
+from bullet.devices.fitted import DeviceModel  # noqa: E402
+from bullet.devices.load import load_device  # noqa: E402
+from bullet.gpu.partition import Driver  # noqa: E402
+from bullet.profiler import bench_cuda  # noqa: E402
+from bullet.profiler import bench_engine as engine_bench  # noqa: E402
+from bullet.profiler.plan import Rates, decode, prefill  # noqa: E402
+from bullet.profiles.rows import read_journal  # noqa: E402
 from tests.known_device import KnownRates, made_up  # noqa: E402
 
 RATES = Rates(132, 6e14, 3e12)
@@ -109,7 +115,7 @@ def test_what_make_gpu_sweeps_in_its_share_of_240_seconds_can_be_fitted(machine,
     assert f"{100 * speed:.0f} % at 8192x1@0; 60 % wanted, reached at 6 of 6 sizes" in aim
     assert "paged_decode_attention: " in text
     assert nothing_left(gpu)
-    assert cli.profile(["fit", str(tmp_path / "sweep"), "--out", str(tmp_path / "profile")]) == 0
+    assert profile.main(["fit", str(tmp_path / "sweep"), "--out", str(tmp_path / "profile")]) == 0
     found = DeviceCoefficients.from_json(tmp_path / "profile" / "fit.json")
     assert (found.source, found.notes["implementation"]) == ("fitted", "engine")
     assert found.decode_attention_bandwidth == pytest.approx(0.7, rel=0.05)
@@ -121,7 +127,7 @@ def test_what_make_gpu_sweeps_in_its_share_of_240_seconds_can_be_fitted(machine,
         work = device.decode_work(batch, batch * 2048), own.decode_work(batch, batch * 2048)
         assert device.solo_seconds(work[0], 40) == pytest.approx(own.solo_seconds(work[1], 40), rel=0.03)
     # Torch's norm, rotary and activation have too few sizes in that time: one line says what to do.
-    assert cli.profile(["fit", str(tmp_path / "sweep"), "--implementation", "torch"]) == 2
+    assert profile.main(["fit", str(tmp_path / "sweep"), "--implementation", "torch"]) == 2
     assert "rowwise: 3 rows of this project, at least 10 are needed" in capsys.readouterr().err
 
 
@@ -282,7 +288,7 @@ class StandInEngine:
 @pytest.fixture
 def serving(machine, monkeypatch):
     """A faked GPU machine for ``open_machine``, which then needs no memory of it."""
-    from bullet.runtime import engine
+    from bullet.engine import engine
     from bullet.runtime import machine as machines
 
     def start(fail=None, **options):

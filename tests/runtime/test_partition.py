@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stub_driver import CUresult, StubDriver
 
 from bullet.errors import PartitionError
-from bullet.runtime.partition import (
+from bullet.gpu.partition import (
     IGNORE_SM_COSCHEDULING,
     Driver,
     Split,

@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_driver import StubDriver
 
-from bullet.runtime.check import (
-    Reading,
-    judge,
-    judge_control,
-    overlap_matrix,
-    run_check,
-    together_ns,
-    unchecked,
-)
-from bullet.runtime.partition import Driver, Split, green_context_table, unpartitioned_table
+from bullet.gpu.partition import Driver, Split, green_context_table, unpartitioned_table
+from bullet.profiler.check import Reading, judge, judge_control, overlap_matrix, run_check, together_ns, unchecked
 
 SPLIT = Split(112, 20)
 

@@ -14,18 +14,19 @@ torch = pytest.importorskip("torch")
 
 from test_opening_a_gpu import machine, nothing_left  # noqa: E402, F401
 
-from bullet import run_cli, run_validate  # noqa: E402
-from bullet.config import get_gpu  # noqa: E402
-from bullet.device import analytic_coefficients  # noqa: E402
+from bullet.catalog.gpus import get_gpu  # noqa: E402
+from bullet.cli import run as run_cli  # noqa: E402
+from bullet.devices.coefficients import analytic_coefficients  # noqa: E402
 from bullet.errors import EngineError  # noqa: E402
-from bullet.results import load_run  # noqa: E402
+from bullet.results.folder import load_run  # noqa: E402
+from bullet.validation import closed_loop as run_validate  # noqa: E402
 
 
 @pytest.fixture
 def served(machine, monkeypatch, tmp_path):  # noqa: F811
     """``start(policy, **options)``: a real run on the fake machine; exit status, folder and machine. The engine computes on
     the CPU, what it asks of torch.cuda is the fake's; a launch takes 1 ms of the fake's time."""
-    from bullet.runtime import engine, model
+    from bullet.engine import engine, model
 
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0.0,20,3\n0.0,40,5\n0.001,33,1\n0.002,17,4\n")
 

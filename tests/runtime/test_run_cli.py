@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from bullet import run_cli
-from bullet.measured import MeasuredDevice, StepProfile
-from bullet.results import load_run
+from bullet.cli import run as run_cli
+from bullet.devices.measured import MeasuredDevice, StepProfile
+from bullet.results.folder import load_run
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
@@ -98,7 +98,8 @@ def test_step_times_name_the_least_they_take(model, tmp_path, capsys):
 
 @needs_torch
 def test_the_least_is_enough_and_one_less_is_not(model):
-    from bullet.config import get_model, load_run_config
+    from bullet.catalog.models import get_model
+    from bullet.config import load_run_config
     from bullet.errors import ProfileError
     from bullet.runtime.machine import LEAST_TOKENS, measure_steps, open_machine
 
@@ -164,7 +165,7 @@ def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path
 
 @needs_torch
 def test_ctrl_c_keeps_finished_requests(trace, model, tmp_path, monkeypatch, capsys):
-    from bullet.results import RunWriter
+    from bullet.results.folder import RunWriter
 
     plain = RunWriter.request
 
@@ -182,8 +183,8 @@ def test_ctrl_c_keeps_finished_requests(trace, model, tmp_path, monkeypatch, cap
 
 @needs_torch
 def test_an_engine_that_fails_in_mid_run_is_one_line_with_rows_kept(trace, model, tmp_path, monkeypatch, capsys):
+    from bullet.engine.engine import Engine
     from bullet.errors import EngineError
-    from bullet.runtime.engine import Engine
 
     plain, calls = Engine.decode, []
 
@@ -233,7 +234,8 @@ PROFILE = StepProfile("a box", "none", "tiny", 108, True, (10, 110), (0.02, 0.12
 
 
 def device(**options):
-    from bullet.config import get_gpu, get_model
+    from bullet.catalog.gpus import get_gpu
+    from bullet.catalog.models import get_model
 
     return MeasuredDevice(PROFILE, get_model("tiny"), get_gpu("a100-80gb"), **options)
 

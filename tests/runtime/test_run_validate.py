@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 from fake_engine import build, replay, workload
 
-from bullet import run_cli, run_validate
-from bullet.config import get_gpu, get_model, load_run_config
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.cli import run as run_cli
+from bullet.config import load_run_config
+from bullet.devices.measured import MeasuredDevice, StepProfile, along
 from bullet.errors import ProfileError
-from bullet.fit_sweep import read_rows
-from bullet.measured import MeasuredDevice, StepProfile, along
-from bullet.results import RequestTable, StepTable
-from bullet.tables import ENGINE_PHASES
+from bullet.profiles.rows import ENGINE_PHASES
+from bullet.profiles.sweeps import read_rows
+from bullet.results.columns import RequestTable, StepTable
+from bullet.validation import closed_loop as run_validate
 
 pytest.importorskip("simpy")
-from bullet.sim.driver import simulate
+from bullet.sim.run import simulate
 
 PREFILL_S, DECODE_S = (0.004, 0.010, 0.050), (0.002, 0.006)
 PROFILE = StepProfile("a fake", "none", "tiny", 8, True, (1, 50, 500), PREFILL_S, (1, 9), (10, 20),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from fake_engine import FakeClock, FakeEngine
 
-from bullet.config import get_gpu, get_model
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
 from bullet.runtime.driver import Machine
 from bullet.runtime.machine import Opened, measure_steps
 from bullet.state import SplitTable

@@ -14,13 +14,12 @@ import textwrap
 
 import pytest
 
-from bullet import profile_cli
-from bullet.config import get_model
-from bullet.kernels.timing import Stats
-from bullet.runtime.bench import NO_CLOCKS, BusyError, DeviceLostError, Measurement, PointError, SimulatedBench, lane_units
-from bullet.runtime.check import unchecked
-from bullet.runtime.partition import Split, granularity, simulated_table
-from bullet.runtime.plan import (
+from bullet.catalog.models import get_model
+from bullet.cli import measure as profile_cli
+from bullet.gpu.partition import Split, granularity, simulated_table
+from bullet.profiler.bench import NO_CLOCKS, BusyError, DeviceLostError, Measurement, PointError, SimulatedBench, lane_units
+from bullet.profiler.check import unchecked
+from bullet.profiler.plan import (
     ANCHOR_EVERY,
     CORE_DECODE_SHARES,
     EXTRA_DECODE_SHARES,
@@ -34,9 +33,10 @@ from bullet.runtime.plan import (
     make_plan,
     prefill,
 )
-from bullet.runtime.summary import MAX_CHARS, corun_lines, fit, operation_lines, own_kernel_lines
-from bullet.runtime.sweep import Terminated, run_prefix, run_sweep
-from bullet.tables import Journal, finalise, read_journal
+from bullet.profiler.summary import MAX_CHARS, corun_lines, fit, operation_lines, own_kernel_lines
+from bullet.profiler.sweep import Terminated, run_prefix, run_sweep
+from bullet.profiler.timing import Stats
+from bullet.profiles.rows import Journal, finalise, read_journal
 
 LLAMA = get_model("llama-3.1-8b")
 SPLITS = choose_splits(132, granularity((9, 0)), CORE_DECODE_SHARES)
@@ -182,7 +182,7 @@ def test_estimates_are_corrected_before_five_planned_seconds_are_over(tmp_path):
 def test_a_point_of_a_cpu_that_outlasts_the_budget_ends_with_it(tmp_path):
     """A busy machine: from the fourth replay on each takes 10 s. The budget's 20 s are over within the third point."""
     pytest.importorskip("torch")
-    from bullet.runtime.bench import CpuBench
+    from bullet.profiler.bench import CpuBench
 
     clock, turns = Clock(), itertools.count()
     bench = CpuBench(get_model("tiny"), threads=1, replays=7, clock=lambda: clock.now)
@@ -307,9 +307,9 @@ def test_cpu_sweep_is_real_labelled_and_short(tmp_path, capsys):
 
 def test_cpu_bench_restores_the_threads_and_alternates():
     torch = pytest.importorskip("torch")
-    from bullet.runtime.bench import CpuBench
-    from bullet.runtime.partition import Split
-    from bullet.runtime.plan import Point, decode, prefill
+    from bullet.gpu.partition import Split
+    from bullet.profiler.bench import CpuBench
+    from bullet.profiler.plan import Point, decode, prefill
 
     before = torch.get_num_threads()
     ticks = iter(range(10**6))
@@ -419,8 +419,8 @@ def test_a_process_that_is_signalled_in_mid_sweep_says_so_and_resumes(tmp_path, 
     """The whole command in a process of its own: it waits in its sixth point, the signal comes, a second call goes on."""
     code = textwrap.dedent("""
         import sys, time
-        from bullet import profile_cli
-        from bullet.runtime.bench import SimulatedBench
+        from bullet.cli import measure as profile_cli
+        from bullet.profiler.bench import SimulatedBench
         measure, calls = SimulatedBench.measure, []
 
         def waits(self, point):
@@ -495,7 +495,7 @@ def test_a_full_disk_is_one_line_and_no_row_is_lost(tmp_path):
     """The system's own refusal in the middle of a line: a process that may write no file beyond 40,000 bytes."""
     code = textwrap.dedent("""
         import resource, sys
-        from bullet import profile_cli
+        from bullet.cli import measure as profile_cli
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
         sys.exit(profile_cli.main(sys.argv[1:]))
     """)
@@ -514,7 +514,7 @@ def test_a_full_disk_is_one_line_and_no_row_is_lost(tmp_path):
 
 
 def test_nobody_reads_the_output(tmp_path):
-    command = [sys.executable, "-m", "bullet.profile_cli", "sweep", "--device", "simulated", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "bullet.cli.profile", "sweep", "--device", "simulated", "--out", str(tmp_path)]
     end, other = os.pipe()
     os.close(end)
     with open(other, "wb") as stdout:
@@ -621,8 +621,8 @@ def test_what_a_gpu_run_imports():
     """No simpy, tqdm or matplotlib; torch, triton, pyarrow and cuda-bindings only where they are used."""
     code = textwrap.dedent("""
         import sys
-        import bullet.runtime, bullet.profile_cli, bullet.tables
-        import bullet.runtime.bench_cuda, bullet.runtime.check, bullet.runtime.sweep, bullet.runtime.partition
+        import bullet.runtime, bullet.cli.measure, bullet.profiles.rows
+        import bullet.profiler.bench_cuda, bullet.profiler.check, bullet.profiler.sweep, bullet.gpu.partition
         found = {"simpy", "tqdm", "matplotlib", "scipy", "pandas", "torch", "triton", "pyarrow", "cuda"} & set(sys.modules)
         assert not found, found
     """)
@@ -636,7 +636,7 @@ def test_a_whole_run_imports_nothing_beyond_what_a_gpu_machine_has(tmp_path):
         import sys
         for name in ("simpy", "tqdm", "matplotlib", "scipy", "sklearn", "pyarrow"):
             sys.modules[name] = None  # an import of it fails
-        from bullet import profile_cli
+        from bullet.cli import measure as profile_cli
         code = profile_cli.main(["sweep", "--device", "cpu", "--budget-s", "6", "--threads", "2", "--out", {str(tmp_path)!r}])
         sys.exit(code)
     """)

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet import work
-from bullet.config import MODELS, get_model
+from bullet.catalog.models import MODELS, get_model
 from bullet.errors import PartitionError, ProfileError
-from bullet.fit_profile import FAMILIES, PARAMETERS
-from bullet.runtime.partition import Split, granularity, is_legal
-from bullet.runtime.plan import (
+from bullet.gpu.partition import Split, granularity, is_legal
+from bullet.profiler.plan import (
     CORE_DECODE_SHARES,
     ENGINE_LAYERS,
     EXTRA_DECODE_SHARES,
@@ -34,7 +33,8 @@ from bullet.runtime.plan import (
     prefill,
     spread_order,
 )
-from bullet.tables import ENGINE_OPS
+from bullet.profiles.kernels import FAMILIES, PARAMETERS
+from bullet.profiles.rows import ENGINE_OPS
 
 LLAMA = get_model("llama-3.1-8b")
 HOPPER = granularity((9, 0))

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from bullet.config import MODELS, ModelSpec  # noqa: E402
+from bullet.catalog.models import MODELS, ModelSpec  # noqa: E402
+from bullet.engine.model import Architecture, Llama3Scaling  # noqa: E402
+from bullet.engine.weights import load_safetensors, random_weights  # noqa: E402
 from bullet.errors import ConfigError, EngineError  # noqa: E402
-from bullet.runtime.model import Architecture, Llama3Scaling  # noqa: E402
-from bullet.runtime.weights import load_safetensors, random_weights  # noqa: E402
 
 CPU = torch.device("cpu")
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
@@ -268,8 +268,8 @@ def test_an_empty_and_a_missing_folder(tmp_path):
 
 
 def test_random_weights_beyond_this_machines_memory_are_refused_before_they_are_made(monkeypatch):
-    from bullet.config import get_model
-    from bullet.runtime import weights
+    from bullet.catalog.models import get_model
+    from bullet.engine import weights
 
     arch = Architecture.of(get_model("tiny"), torch.float32)
     monkeypatch.setattr(weights, "_memory_bytes", lambda: 1 << 20)

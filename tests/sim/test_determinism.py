@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bullet.perf import make_estimator
+from bullet.estimators.make import make_estimator
 from bullet.policies import make_policy, needs_estimator
 from bullet.policies.base import PolicyContext
-from bullet.sim.driver import simulate
+from bullet.sim.run import simulate
 from bullet.state import (
     DECODE,
     HYBRID,

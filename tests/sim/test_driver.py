@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from bullet.errors import NoProgressError
-from bullet.results import RequestTable, RunWriter, read_table
+from bullet.results.columns import RequestTable
+from bullet.results.folder import RunWriter, read_table
 from bullet.sim import driver
-from bullet.sim.driver import simulate
+from bullet.sim import run as run_module
+from bullet.sim.run import simulate
 from bullet.state import (
     DECODE,
     HYBRID,
@@ -336,7 +338,7 @@ def test_what_a_lane_has_not_looked_at_does_not_pile_up(monkeypatch: pytest.Monk
             unseen.append(len(running[0].lanes[0].pending))
             return DecodeStep(12, target=Partition(106, 2 + 2 * (state.decode.iteration % 3)))
 
-    monkeypatch.setattr(driver, "Simulation", Watched)
+    monkeypatch.setattr(run_module, "Simulation", Watched)
     run_with(Counting(), [(0.0, 10, 3001), (5000.0, 10, 1)], device=ONE_SECOND, debug=False)
     assert max(unseen) == driver.PENDING_KEPT
     assert seen[-1] == 2 + 2 * (2999 % 3)

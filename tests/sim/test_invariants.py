@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet.errors import ConfigError, NoProgressError
-from bullet.perf import make_estimator
+from bullet.estimators.make import make_estimator
 from bullet.policies import make_policy
 from bullet.policies.base import PolicyContext
-from bullet.results import RunWriter
-from bullet.sim.driver import simulate
+from bullet.results.folder import RunWriter
+from bullet.sim.run import simulate
 from bullet.state import HYBRID, Chunk, HybridStep, SplitTable, Step, SystemState, Wait
 from tests.worlds import A100, config, run, run_with, workload
 

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bullet.config import DeviceConfig, get_gpu, get_model
-from bullet.device import DeviceModel, kv_capacity_tokens
-from bullet.metrics import summarise
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.config import DeviceConfig
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import kv_capacity_tokens
 from bullet.policies import describe
-from bullet.report import comparison_table, perfetto_events
-from bullet.results import RunOutcome
-from bullet.sim.driver import simulate
+from bullet.results.columns import RunOutcome
+from bullet.results.metrics import summarise
+from bullet.results.tables import comparison_table
+from bullet.results.timeline import perfetto_events
+from bullet.sim.run import simulate
 from bullet.state import DECODE, PREFILL, DecodeStep, PrefillStep, Step, SystemState, Wait
 from tests.checks import finished, step_rows
 from tests.worlds import A100, FixedDevice, config, run, run_with, workload

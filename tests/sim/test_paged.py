@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bullet.config import GPUS, MODELS
+from bullet.catalog.gpus import GPUS
+from bullet.catalog.models import MODELS
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext
 from bullet.policies.vllm import Vllm
-from bullet.prefix import Paging, PrefixKvCache
-from bullet.sim.driver import simulate
+from bullet.sim.run import simulate
 from bullet.state import Chunk, HybridStep, SplitTable
+from bullet.state.prefix import Paging, PrefixKvCache
 from tests import worlds
 
 

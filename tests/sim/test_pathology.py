@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bullet.policies.twolane import fits
-from bullet.results import RunOutcome
-from bullet.sim.driver import simulate
+from bullet.results.columns import RunOutcome
+from bullet.sim.run import simulate
 from bullet.state import DECODE, PREFILL, SystemState, Wait
 from bullet.workload import load_workload
 from tests.checks import Recorder, check_idling

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bullet.policies.base import PolicyContext
-from bullet.sim.driver import simulate
+from bullet.sim.run import simulate
 from bullet.state import HYBRID, Chunk, HybridStep, Step, SystemState, Wait
 from bullet.workload import Workload
 from tests.worlds import A100, FixedDevice, config, run, run_with, times

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bullet.config import get_model
-from bullet.device import DeviceModel
-from bullet.sim.driver import simulate
+from bullet.catalog.models import get_model
+from bullet.devices.fitted import DeviceModel
+from bullet.sim.run import simulate
 from tests.checks import Recorder, check_all
 from tests.worlds import A100, config, workload
 

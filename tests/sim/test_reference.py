@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from bullet.config import get_gpu, get_model, resolve_slo
-from bullet.device import DeviceModel
-from bullet.perf import make_estimator
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
+from bullet.config import resolve_slo
+from bullet.devices.fitted import DeviceModel
+from bullet.estimators.make import make_estimator
 from bullet.policies import make_policy, needs_estimator
 from bullet.policies.base import PolicyContext
-from bullet.sim.driver import build_splits, simulate
+from bullet.sim.run import build_splits, simulate
 from bullet.workload import load_workload
 from tests.reference import SglangWalk, VllmWalk, two_lane
 from tests.worlds import A100, config, workload

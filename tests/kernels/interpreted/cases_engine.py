@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bullet.config import ModelSpec
-from bullet.runtime.engine import Engine
-from bullet.runtime.model import Architecture, Ops
-from bullet.runtime.weights import random_weights
+from bullet.catalog.models import ModelSpec
+from bullet.engine.engine import Engine
+from bullet.engine.model import Architecture, Ops
+from bullet.engine.weights import random_weights
 from bullet.state import Chunk
 
 CPU = torch.device("cpu")

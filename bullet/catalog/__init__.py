@@ -1,0 +1,1 @@
+"""Models and GPUs by name and from files."""

@@ -1,0 +1,188 @@
+"""What all commands share: the parser, progress, fresh folders, stopping, one line for an error."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from bullet.errors import BulletError
+from bullet.signals import undisturbed
+
+if TYPE_CHECKING:
+    from bullet.config import RunConfig
+    from bullet.results.folder import RunWriter
+
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as one line; flags in full, or --policy would pass for --policies."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def number(text: str) -> float:
+    try:
+        if "_" in text:  # Python takes 1_0 for 10
+            raise ValueError
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def whole(text: str) -> int:
+    try:
+        if "_" in text:
+            raise ValueError
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which requests come when; `bullet-run` has the same."""
+    parser.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
+    parser.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
+    parser.add_argument("--rate", type=number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
+    parser.add_argument("--time-scale", type=number, metavar="X", help="recorded arrivals X times as fast")
+    parser.add_argument("--cv", type=number, metavar="CV", help="coefficient of variation of gamma arrivals")
+    parser.add_argument("--num-requests", type=whole, metavar="N", help="default 1000; with recorded arrivals, all")
+
+
+FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "workload.rate_req_per_s",
+         "time_scale": "workload.time_scale", "cv": "workload.cv", "num_requests": "workload.num_requests",
+         "model": "device.model", "gpu": "device.gpu", "device_model": "device.timing", "estimator": "policy.estimator",
+         "seed": "seed", "policy": "policy.name"}
+
+
+def build_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
+    """Defaults, file, flags, --set, in that order; a flag that the rest makes meaningless is refused, not ignored."""
+    from bullet.config import load_run_config, parse_set
+    from bullet.errors import ConfigError
+
+    overrides: dict[str, Any] = {}
+    for flag, key in FLAGS.items():
+        value = getattr(args, flag, None)
+        if value is not None:
+            overrides[key] = value
+    for text in args.sets:
+        key, value = parse_set(text)
+        overrides[key] = value
+    if policy is not None:
+        if "policy.name" in overrides:
+            raise ConfigError("--set policy.name: compare takes its policies from --policies A,B,..")
+        overrides["policy.name"] = policy
+    config = load_run_config(args.config, overrides)
+    arrivals = config.workload.arrivals
+    for value, name, needed, hint in (
+            (args.rate, "--rate", arrivals != "recorded", "use --time-scale, or --arrivals poisson, constant or gamma"),
+            (args.time_scale, "--time-scale", arrivals == "recorded", "use --rate, or --arrivals recorded"),
+            (args.cv, "--cv", arrivals == "gamma", "use --arrivals gamma")):
+        if value is not None and not needed:
+            raise ConfigError(f"{name} {value:g} has no effect on {arrivals} arrivals: {hint}")
+    return config
+
+
+def progress_bar(total: int, label: str, quiet: bool,
+                 unit: str = "req") -> tuple[Callable[[int], None] | None, Callable[[], None]]:
+    # A GPU machine's own python (make gpu) need not have it.
+    if quiet or not sys.stderr.isatty() or find_spec("tqdm") is None:
+        return None, lambda: None
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+    bar = tqdm(total=total, desc=label, unit=unit, leave=False)
+    return bar.update, bar.close
+
+
+def safe_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".") or "run"
+
+
+def fresh_folder(out: Path | None, name: str) -> Path:
+    """The folder that was asked for, or a new one under runs/."""
+    if out is not None:
+        return out
+    base = Path("runs") / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+@contextlib.contextmanager
+def stops_between_steps(writer: RunWriter, args: argparse.Namespace) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run at its next step, every request accounted for; a second one at once, with
+    the rows there are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        writer.request_stop()
+        args.stopped_by = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the default would take the rows along
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def print_paths(folder: Path, args: argparse.Namespace, files: Sequence[str]) -> None:
+    if not args.no_report:
+        files = ["report.html, plots/" + (", trace.json (for ui.perfetto.dev)" if args.command == "run" else ""), *files]
+    print(f"\nwritten to {folder}/:")
+    for line in files:
+        print(f"  {line}")
+
+
+def kept_text(folder: Path | None) -> str:
+    """What a stopped run left behind, for the one line that says so."""
+    if folder is None or not folder.is_dir() or not any(folder.iterdir()):
+        return "nothing was written"
+    if not (folder / "summary.json").exists():
+        return f"what was written is in {folder}/"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if summary["complete"]:
+        return f"finished runs are kept in {folder.parent}/"
+    if "finished" not in summary:
+        return f"what was written is in {folder}/"
+    return f"rows so far are kept in {folder}/ ({summary['finished']} of {summary['offered']} requests finished)"
+
+
+def guarded(program: str, args: argparse.Namespace) -> int:
+    args.kept, args.stopped_by = None, signal.SIGINT
+    try:
+        code: int = args.handler(args)
+        sys.stdout.flush()
+        return code
+    except BulletError as exc:
+        kept = f"; {kept_text(args.kept)}" if args.kept is not None and (args.kept / "summary.json").exists() else ""
+        print(f"{program}: error: {' '.join(str(exc).split())}{kept}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        with undisturbed():
+            by = "interrupted" if args.stopped_by == signal.SIGINT else "stopped by SIGTERM"
+            print(f"{program}: {by}; {kept_text(args.kept)}", file=sys.stderr)
+        return 128 + int(args.stopped_by)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone: nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,252 @@
+"""Step times taken from the engine itself, and a device made of them: what closes the loop between simulator and engine.
+
+A profile holds medians of whole steps on one machine: prefills of one prompt, decode iterations, and how both depend on
+SMs and on a co-runner. :class:`MeasuredDevice` interpolates them, with no other model:
+
+    prefill of ``k`` of ``L`` layers = launch + k / L (whole(tokens) + pair_s (pairs - tokens^2 / 2) - launch - head) [+ head]
+    decode iteration                 = bilinear in (sequences, context of each)
+    hybrid batch                     = prefill of all its rows + what decode's context adds to a decode iteration
+
+``pairs``: query-key pairs of all chunks. On one processor lanes take turns, so of two steps in flight each lasts as long as
+both together, by construction. Source: measured, on the machine that the profile names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec, model_label
+from bullet.config import DeviceConfig
+from bullet.devices.coefficients import analytic_coefficients
+from bullet.devices.fitted import DeviceModel
+from bullet.errors import ConfigError, ProfileError
+from bullet.state import SplitTable
+
+TURNS = "none: lanes take turns"
+"""The partition of a CPU, before a nominal GPU is named."""
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Seconds of whole steps. ``prefill_s``: one prompt of each of ``prefill_tokens``, all layers and the LM head, on all
+    SMs. ``decode_s[i][j]``: an iteration of ``batches[i]`` sequences with ``contexts[j]`` tokens each, on all SMs.
+    ``launch_s``: what a step costs whatever its size; ``head_s``: the last layer's extra; ``pair_s``: a query-key pair.
+
+    ``prefill_sms``, ``decode_sms``: (SMs, factor over all SMs), ascending, the last (N, 1). ``corun``: (prefill's SMs,
+    decode's SMs, slow-down of prefill, of decode) of both at once over each alone on the same SMs.
+    """
+
+    hardware: str
+    partition: str
+    model: str
+    num_sms: int
+    turns: bool
+    prefill_tokens: tuple[int, ...]
+    prefill_s: tuple[float, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    decode_s: tuple[tuple[float, ...], ...]
+    launch_s: float
+    head_s: float
+    pair_s: float
+    prefill_sms: tuple[tuple[int, float], ...]
+    decode_sms: tuple[tuple[int, float], ...]
+    corun: tuple[tuple[int, int, float, float], ...] = ()
+
+    def shown(self, gpu: GpuSpec) -> StepProfile:
+        """A CPU's sweep knows of threads: the policy is shown the splits of a nominal GPU, of no effect. Others stay as they are.
+        """
+        if self.partition != TURNS:
+            return self
+        whole = ((gpu.num_sms, 1.0),)
+        return dataclasses.replace(self, partition=f"{TURNS}, SMs of a nominal {gpu.name}", num_sms=gpu.num_sms,
+                                   prefill_sms=whole, decode_sms=whole)
+
+    def to_json(self) -> str:
+        """Stable text."""
+        return json.dumps({"source": "measured", **dataclasses.asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, path: Path) -> StepProfile:
+        """:class:`ProfileError` names the file."""
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError) as exc:
+            raise ProfileError(f"{path}: cannot be read as step times ({type(exc).__name__}: {exc}): measure them again "
+                               "with bullet-run steps") from None
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> StepProfile:
+        def tuples(value: Any) -> Any:
+            return tuple(tuples(v) for v in value) if isinstance(value, list) else value
+
+        if not isinstance(raw, dict):
+            raise ValueError("must be an object")
+        profile = cls(**{name: tuples(value) for name, value in raw.items() if name != "source"})
+        profile._check()
+        return profile
+
+    def _check(self) -> None:
+        """``ValueError`` with what is not so: a file may have been written by hand."""
+        def require(fits: bool, what: str) -> None:
+            if not fits:
+                raise ValueError(what)
+
+        for name in ("hardware", "partition", "model"):
+            require(isinstance(getattr(self, name), str), f"{name}: must be text")
+        require(isinstance(self.turns, bool), "turns: must be true or false")
+        require(_whole(self.num_sms) and self.num_sms > 0, "num_sms: must be a whole number, 1 or more")
+        for name in ("prefill_tokens", "batches", "contexts"):
+            sizes = getattr(self, name)
+            require(isinstance(sizes, tuple) and len(sizes) > 1 and all(_whole(n) and n > 0 for n in sizes)
+                    and list(sizes) == sorted(set(sizes)), f"{name}: must be two or more whole numbers, ascending")
+        require(_positive(self.prefill_s, len(self.prefill_tokens)),
+                "prefill_s: must be a positive time for each of prefill_tokens")
+        require(isinstance(self.decode_s, tuple) and len(self.decode_s) == len(self.batches)
+                and all(_positive(row, len(self.contexts)) for row in self.decode_s),
+                "decode_s: must be a positive time for each of batches and contexts")
+        for name in ("launch_s", "head_s", "pair_s"):
+            require(_number(getattr(self, name)) and getattr(self, name) >= 0, f"{name}: must be a number, 0 or more")
+        for name in ("prefill_sms", "decode_sms"):
+            curve = getattr(self, name)
+            require(isinstance(curve, tuple) and len(curve) > 0 and all(
+                isinstance(row, tuple) and len(row) == 2 and _whole(row[0]) and _positive(row[1:], 1) for row in curve)
+                and [row[0] for row in curve] == sorted({row[0] for row in curve} | {self.num_sms})
+                and 0 < curve[0][0] <= curve[-1][0] == self.num_sms,
+                f"{name}: must be (SMs, positive factor), ascending, the last of num_sms")
+        require(isinstance(self.corun, tuple) and all(
+            isinstance(row, tuple) and len(row) == 4 and _whole(row[0]) and _whole(row[1]) and _positive(row[2:], 2)
+            for row in self.corun), "corun: must be (prefill's SMs, decode's SMs, two positive slow-downs)")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(values: Any, count: int) -> bool:
+    return isinstance(values, tuple) and len(values) == count and all(_number(v) and v > 0 for v in values)
+
+
+def along(x: float, nodes: Sequence[float], values: Sequence[float]) -> float:
+    """Piecewise linear through the nodes; beyond the ends the outermost piece goes on, never below half its end."""
+    i = min(max(int(np.searchsorted(nodes, x)) - 1, 0), len(nodes) - 2)
+    slope = (values[i + 1] - values[i]) / (nodes[i + 1] - nodes[i])
+    return max(values[i] + slope * (x - nodes[i]), 0.5 * min(values[i], values[i + 1]))
+
+
+def load_measured(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> MeasuredDevice:
+    """The step times of a file as the device of a configuration."""
+    profile = StepProfile.from_json(path)
+    if config.tensor_parallel != 1:
+        raise ConfigError(f"{path}: step times of one device, not of device.tensor_parallel = {config.tensor_parallel}")
+    if profile.model not in (model.name, model_label(model)):
+        raise ConfigError(f"{path}: step times of model {profile.model}, not of {model_label(model)}: give it as --model")
+    profile = profile.shown(gpu)
+    if profile.num_sms != gpu.num_sms:
+        raise ConfigError(f"{path}: step times of {profile.hardware} with {profile.num_sms} SMs, not of {gpu.name}: give --gpu")
+    return MeasuredDevice(profile, model, gpu)
+
+
+class MeasuredWork(NamedTuple):
+    """A step: its phase and its seconds alone on all SMs."""
+
+    kind: str
+    seconds: float
+
+
+class MeasuredDevice(DeviceModel):
+    """A profile with a device model's face, for the simulator and for the estimators' samples.
+
+    ``sharing``: how two steps share one processor: ``turns``, each lasting as long as both; or ``fair``, each twice as long,
+    which is what turns come to for a whole prefill beside many iterations. Of no effect where lanes really run at once.
+    """
+
+    def __init__(self, profile: StepProfile, model: ModelSpec, gpu: GpuSpec, *, sharing: str = "turns") -> None:
+        coefficients = dataclasses.replace(analytic_coefficients(gpu), source=f"measured on {profile.hardware}")
+        super().__init__(model, dataclasses.replace(gpu, num_sms=profile.num_sms), coefficients)
+        self.profile, self.sharing = profile, sharing
+        # At sizes that were measured: nothing is extrapolated. Their noise is in the medians already.
+        ends = (profile.batches[0], profile.batches[-1])
+        self.calibration = {"prefill_tokens": profile.prefill_tokens[-5:], "batches": profile.batches,
+                            "corun_batches": tuple(dict.fromkeys(ends)), "contexts": (profile.contexts[0], profile.contexts[-1])}
+        self._columns = list(zip(*profile.decode_s, strict=True))
+
+    calibration_noise_std = 0.0
+
+    def sampled(self) -> MeasuredDevice:
+        """Samples are of long runs, in which turns come out fair."""
+        return MeasuredDevice(self.profile, self.model, self.gpu, sharing="fair")
+
+    def _prefill_s(self, rows: int, pairs: float) -> float:
+        profile = self.profile
+        whole = along(rows, profile.prefill_tokens, profile.prefill_s)
+        return max(whole + profile.pair_s * (pairs - rows * rows / 2), 0.1 * whole)
+
+    def _decode_s(self, seqs: int, context_each: float) -> float:
+        profile = self.profile
+        return along(context_each, profile.contexts, [along(seqs, profile.batches, column) for column in self._columns])
+
+    def prefill_work(self, pieces: Any, layers: int, *, logits_seqs: int) -> Any:
+        profile = self.profile
+        rows, pairs = sum(new for new, _ in pieces), sum(new * (past + new / 2) for new, past in pieces)
+        body = max(self._prefill_s(rows, pairs) - profile.launch_s - profile.head_s, 0.0)
+        return MeasuredWork("prefill", profile.launch_s + body * layers / self.model.num_layers
+                            + (profile.head_s if logits_seqs else 0.0))
+
+    def decode_work(self, num_seqs: int, context_tokens: int) -> Any:
+        return MeasuredWork("decode", self._decode_s(num_seqs, context_tokens / num_seqs))
+
+    def hybrid_work(self, pieces: Any, num_seqs: int, context_tokens: int, *, logits_seqs: int,
+                    layers: int | None = None) -> Any:
+        assert layers is None, "a hybrid batch is measured whole"
+        if not pieces:
+            return self.decode_work(num_seqs, context_tokens)
+        rows, pairs = sum(new for new, _ in pieces), sum(new * (past + new / 2) for new, past in pieces)
+        seconds = self._prefill_s(rows + num_seqs, pairs + num_seqs * num_seqs / 2)
+        if num_seqs:
+            attended = self._decode_s(num_seqs, context_tokens / num_seqs) - self._decode_s(num_seqs, self.profile.contexts[0])
+            seconds += max(0.0, attended)
+        return MeasuredWork("prefill", seconds)
+
+    def solo_seconds(self, work: Any, sms: int) -> float:
+        curve = self.profile.prefill_sms if work.kind == "prefill" else self.profile.decode_sms
+        nodes, factors = zip(*curve, strict=True)
+        return float(work.seconds * np.interp(sms, nodes, factors))
+
+    def corun_seconds(self, prefill: Any, p: int, decode: Any, d: int) -> tuple[float, float]:
+        alone = self.solo_seconds(prefill, p), self.solo_seconds(decode, d)
+        if self.profile.turns:
+            return (alone[0] + alone[1],) * 2 if self.sharing == "turns" else (2 * alone[0], 2 * alone[1])
+        if not self.profile.corun:
+            return alone
+        rows = sorted(self.profile.corun, key=lambda row: row[1])
+        nodes = [row[1] for row in rows]
+        return (alone[0] * float(np.interp(d, nodes, [row[2] for row in rows])),
+                alone[1] * float(np.interp(d, nodes, [row[3] for row in rows])))
+
+    def _all(self, work: Any, other: Any, splits: SplitTable, is_prefill: bool) -> NDArray[np.float64]:
+        n = splits.num_sms
+        own = (splits.prefill_sms if is_prefill else splits.decode_sms).tolist()
+        if other is None:
+            return np.array([self.solo_seconds(work, s) for s in [*own, n]])
+        pairs = zip(splits.prefill_sms.tolist(), splits.decode_sms.tolist(), strict=True)
+        both = [self.corun_seconds(work, p, other, d)[0] if is_prefill else self.corun_seconds(other, p, work, d)[1]
+                for p, d in pairs]
+        return np.array([*both, self.solo_seconds(work, n)])
+
+    def min_prefill_seconds(self, prompt_tokens: int) -> float:
+        return 0.0

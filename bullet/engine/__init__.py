@@ -1,0 +1,1 @@
+"""A small real engine: model, weights, paged KV, graphs."""

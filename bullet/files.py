@@ -1,0 +1,58 @@
+"""One way to write: whole or not at all, nothing overwritten silently."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bullet.errors import ResultsError
+
+
+def cannot_write(path: Path, exc: OSError, temporary: Path | None = None) -> ResultsError:
+    """The error to raise; takes half a ``temporary`` file away, whose room a full disk has use for."""
+    if temporary is not None:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return ResultsError(f"{path}: cannot be written ({exc.strerror or exc})")
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename once the bytes are on the disk, so that no crash leaves an empty file under the final name."""
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """As :func:`write_parquet`, for text."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _replace(temporary, path)
+    except OSError as exc:
+        raise cannot_write(path, exc, temporary) from None
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Strict JSON: an undefined figure is null, never NaN."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def create_folder(folder: Path) -> bool:
+    """Make a fresh results folder; an empty one may be used, anything else is refused. Returns whether it is new."""
+    try:
+        made = not folder.exists()
+        if not made and (not folder.is_dir() or any(folder.iterdir())):
+            raise ResultsError(f"{folder}: exists already and is not an empty folder: choose another --out (nothing is "
+                               "overwritten)")
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as exc:
+        raise ResultsError(f"{folder}: cannot be written ({exc.strerror}): choose another --out") from None
+    return made

@@ -1,0 +1,1 @@
+"""SM partitions on a real GPU."""

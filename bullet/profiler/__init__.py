@@ -1,0 +1,1 @@
+"""Measuring a GPU: partitions proven, then operations alone and side by side."""

@@ -1,0 +1,170 @@
+"""What is printed at the end of a sweep: co-run, control and own kernels' tables from finalised rows, in few characters."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bullet.profiles.rows import ENGINE_OPS
+
+Row = Mapping[str, Any]
+MAX_CHARS = 11_500
+"""Of everything printed last: a reader that keeps only the last 12,000 characters sees all of it."""
+
+
+def _lane_label(row: Row) -> str:
+    if row["split_prefill_sms"] is None:
+        return f"all {row['device_sms']}"
+    mark = {"proven": "", "unproven": "?", "none": ""}[row["partition"]]
+    return f"{row['split_prefill_sms']}+{row['split_decode_sms']}{mark}"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row["slowdown"] is None:
+        return "-"
+    return f"{row['slowdown']:.2f}{'~' if row['drift_ok'] is False else ''}"
+
+
+def corun_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """Decode's and prefill's slow-down, each over itself alone on the same SMs: a line per (prefill size, split).
+
+    ``on``: what the rows were taken on, printed in the title: a simulated or CPU number never reads as a GPU's.
+    """
+    cells: dict[tuple[int, str, tuple[int, int], str], Row] = {}
+    order: dict[tuple[int, str], tuple[Any, ...]] = {}
+    decodes: set[tuple[int, int]] = set()
+    for row in rows:
+        if row["kind"] != "corun" or "prefill_layer" not in (row["op"], row["corunner"]):
+            continue
+        prefill = row["lane"] == "prefill"
+        tokens = row["tokens"] if prefill else row["corunner_tokens"]
+        decode = (row["corunner_batch"], row["corunner_context_tokens"]) if prefill else (row["batch"], row["context_tokens"])
+        label = _lane_label(row)
+        cells[tokens, label, decode, row["lane"]] = row
+        order[tokens, label] = (tokens, row["split_decode_sms"] is None, row["split_decode_sms"] or 0, label)
+        decodes.add(decode)
+    if not cells:
+        return []
+    columns = sorted(decodes)
+    out = [f"Co-run, {on}: slow-down of decode / prefill over the same lane alone (~ drifted, ? unproven, all: no split)",
+           f"{'prefill':>8} {'SMs p+d':<9}" + "".join(f"{f'b{b} c{c}':>12}" for b, c in columns)]
+    for tokens, label in sorted(order, key=lambda key: order[key]):
+        line = f"{tokens:>8} {label:<9}"
+        for decode in columns:
+            pair = [_cell(cells.get((tokens, label, decode, lane))) for lane in ("decode", "prefill")]
+            line += f"{'/'.join(pair) if pair != ['-', '-'] else '-':>12}"
+        out.append(line)
+    return out
+
+
+def control_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """Slow-down beside the controls: arithmetic alone and memory traffic alone on the other lane."""
+    found: dict[tuple[int, str], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        if row["kind"] == "control":
+            key = (row["split_decode_sms"] or 0, _lane_label(row))
+            found.setdefault(key, {})[row["lane"], row["corunner"]] = row
+    if not found:
+        return []
+    columns = [(lane, control) for lane in ("decode", "prefill") for control in ("alu_spin", "memory_stream")]
+    out = [f"Controls, {on}: slow-down of a lane beside a control load on the other",
+           f"{'SMs p+d':<22}" + "".join(f"{f'{lane}|{control}':>23}" for lane, control in columns)]
+    for key in sorted(found):
+        out.append(f"{key[1]:<22}" + "".join(f"{_cell(found[key].get(column)):>23}" for column in columns))
+    return out
+
+
+def operation_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """Slow-down of single operations beside each other: decode's / prefill's, a column per split."""
+    cells: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+    labels: dict[str, int] = {}
+    for row in rows:
+        if row["kind"] == "corun" and "prefill_layer" not in (row["op"], row["corunner"]):
+            prefill = row["lane"] == "prefill"
+            pair = (row["op"], row["corunner"]) if prefill else (row["corunner"], row["op"])
+            label = _lane_label(row)
+            labels[label] = row["split_decode_sms"] or 0
+            cells.setdefault(pair, {}).setdefault(label, {})[row["lane"]] = row
+    if not cells:
+        return []
+    columns = sorted(labels, key=lambda label: labels[label])
+    out = [f"Single operations at once, {on}: slow-down of decode's / prefill's over the same lane alone",
+           f"{'prefill | decode':<40}" + "".join(f"{label:>14}" for label in columns)]
+    for pair in sorted(cells):
+        line = f"{' | '.join(pair):<40}"
+        for label in columns:
+            found = cells[pair].get(label, {})
+            both = [_cell(found.get(lane)) for lane in ("decode", "prefill")]
+            line += f"{'/'.join(both) if found else '-':>14}"
+        out.append(line)
+    return out
+
+
+TARGETS = {"paged_decode_attention": ("copy bandwidth", 0.7), "own_prefill_attention": ("SDPA's speed", 0.6)}
+"""Own kernel -> what its speed is held against, and the share of it that is wanted."""
+
+
+def own_kernel_lines(rows: Sequence[Row], on: str) -> list[str]:
+    """The project's own kernels and its engine's layers beside torch's, alone on the whole device, at the same size:
+    microseconds, speed over torch's, least bytes a second over the best copy's. First what both attentions reach of their aims.
+    """
+    alone: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "solo" and row["sms"] == row["device_sms"] and row["drift_ok"] is not False:
+            alone.setdefault((row["op"], row["tokens"], row["batch"], row["context_tokens"]), []).append(row)
+
+    def seconds(key: tuple[Any, ...]) -> float | None:
+        return statistics.median(r["median_s"] for r in alone[key]) if key in alone else None
+
+    copy = max((found[0]["bytes"] / s for key, found in alone.items() if ENGINE_OPS.get(key[0], key[0]) == "copy"
+                and found[0]["bytes"] and (s := seconds(key))), default=None)
+    lines, reached = [], {}
+    order = list(ENGINE_OPS)
+    for key in sorted((k for k in alone if k[0] in ENGINE_OPS), key=lambda k: (order.index(k[0]), k[1:])):
+        own_s, torch_s = seconds(key), seconds((ENGINE_OPS[key[0]], *key[1:]))
+        assert own_s is not None
+        speed = torch_s / own_s if torch_s is not None else None
+        share = alone[key][0]["bytes"] / own_s / copy if copy is not None and alone[key][0]["bytes"] else None
+        cells = ["-" if s is None else f"{s * 1e6:.1f}" for s in (own_s, torch_s)] + [
+            "-" if r is None else f"{r:.2f}" for r in (speed, share)]
+        lines.append(f"{key[0]:<24}{f'{key[1]}x{key[2]}@{key[3]}':>16}" + "".join(f"{c:>11}" for c in cells))
+        value = share if key[0] == "paged_decode_attention" else speed
+        if key[0] in TARGETS and value is not None:
+            reached.setdefault(key[0], {})[f"{key[1]}x{key[2]}@{key[3]}"] = value
+    if not lines:
+        return []
+    targets = []
+    for op, (against, wanted) in TARGETS.items():
+        if op in reached:
+            low, high = (end(reached[op], key=reached[op].__getitem__) for end in (min, max))
+            enough = sum(value >= wanted for value in reached[op].values())
+            targets.append(f"{op}: {100 * reached[op][high]:.0f} % of {against} at {high}, {100 * reached[op][low]:.0f} % at "
+                           f"{low}; {100 * wanted:.0f} % wanted, reached at {enough} of {len(reached[op])} sizes")
+    return [*targets, f"Own kernels and layers, {on}: microseconds alone on the whole device, torch's beside them",
+            f"{'':<24}{'tokens x seqs':>16}{'own':>11}{'torch':>11}{'own speed':>11}{'of copy':>11}", *lines]
+
+
+def drift_line(rows: Sequence[Row]) -> str:
+    """How steady the run was."""
+    drifts = [abs(row["drift"]) for row in rows if row["drift"] is not None]
+    if not drifts:
+        return "Anchors: none"
+    bad = sum(row["drift_ok"] is False for row in rows)
+    return f"Anchors: largest drift {100 * max(drifts):.1f} %; {bad} of {len(drifts)} rows beyond the limit"
+
+
+def fit(fixed: Iterable[str], tables: Iterable[Sequence[str]], limit: int = MAX_CHARS) -> list[str]:
+    """``fixed`` lines, shortened (reasons in full are in check.json), then as many table lines as stay under ``limit``
+    characters; says how many were left out.
+    """
+    out = [line[:160] for line in fixed]
+    used = sum(len(line) + 1 for line in out)
+    pending = [line for table in tables for line in table]
+    for at, line in enumerate(pending):
+        if used + len(line) + 1 > limit - 60:  # 60: room for the note
+            out.append(f".. {len(pending) - at} more lines: see the samples file")
+            break
+        out.append(line)
+        used += len(line) + 1
+    return out

@@ -1,0 +1,196 @@
+"""The loop of a sweep: points in order, anchors in between, rows appended as they come.
+
+One loop for every device (:class:`bullet.profiler.bench.Bench`). It stops at the end of the plan, at the budget, on
+Ctrl-C or when the device is lost; in each case the rows until then are on disk, and the next call resumes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import bullet
+from bullet.catalog.models import ModelSpec, model_label
+from bullet.errors import ProfileError
+from bullet.gpu.partition import Split
+from bullet.profiler.bench import Bench, BusyError, DeviceLostError, Measurement, TimeUpError
+from bullet.profiler.check import CheckReport
+from bullet.profiler.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
+from bullet.profiles.rows import Journal
+
+PROGRESS_S = 5.0
+
+
+def closing_seconds(budget_s: float) -> float:
+    """Kept of the budget for the last anchor, the table and the summary. *Assumed.*"""
+    return min(2.0, 0.05 * budget_s)
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass
+class SweepResult:
+    """What one call did. ``left``: planned points not come to; ``beyond``: points measured beyond the plan. ``stopped``:
+    why it ended before the plan did, or empty. ``status``: exit status of that: 0 for the plan or the budget, 2 busy or
+    nothing measured, 3 device lost, 130 Ctrl-C, 143 terminated.
+    """
+
+    measured: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    left: int = 0
+    beyond: int = 0
+    stopped: str = ""
+    status: int = 0
+    elapsed_s: float = 0.0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, unwinding like Ctrl-C: contexts are destroyed and rows kept."""
+
+
+def interrupt_status(exc: KeyboardInterrupt) -> int:
+    """The shell's exit status for the signal."""
+    return 143 if isinstance(exc, Terminated) else 130
+
+
+def run_prefix(bench: Bench, model: ModelSpec) -> str:
+    """What makes ids of one model, element type and backend distinct in a shared table."""
+    return f"{model_label(model)}|{bench.dtype}|{bench.backend}"
+
+
+def utc_now() -> str:
+    """Now, in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+class _Recorder:
+    """Turns measurements into rows and appends them."""
+
+    def __init__(self, bench: Bench, model: ModelSpec, journal: Journal, report: CheckReport, seed: int,
+                 fixed: Mapping[str, Any], now: Callable[[], str]) -> None:
+        self.bench, self.model, self.journal, self.report, self.now = bench, model, journal, report, now
+        self.order = 0
+        self.fixed = {"unit": bench.unit, "device_sms": bench.num_units, "source": bench.source, "model": model_label(model),
+                      "dtype": bench.dtype, "gpu": bench.gpu, "seed": seed, "run": journal.run,
+                      "bullet": bullet.__version__, "backend": bench.backend, **bench.provenance(), **fixed}
+
+    def record(self, row_id: str, kind: str, tier: str, split: Split | None, m: Measurement) -> None:
+        flops, least_bytes = flops_and_bytes(self.model, m.shape)
+        scale = _DTYPE_BYTES[self.bench.dtype] / self.model.dtype_bytes
+        partition, note = self._partition(split)
+        beside = m.corunner_shape
+        row = {
+            **self.fixed, **self.bench.clocks(), "id": row_id, "kind": kind, "tier": tier, "op": m.shape.op,
+            "phase": m.shape.phase, "tokens": m.shape.tokens, "batch": m.shape.batch,
+            "context_tokens": m.shape.context_tokens, "flops": flops, "bytes": least_bytes * scale, "lane": m.lane,
+            "partition": partition, "partition_note": note or self.fixed.get("partition_note"), "sms": m.sms,
+            "split_prefill_sms": split and split.prefill_sms, "split_decode_sms": split and split.decode_sms,
+            "corunner": m.corunner, "corunner_tokens": beside and beside.tokens, "corunner_batch": beside and beside.batch,
+            "corunner_context_tokens": beside and beside.context_tokens, "corunner_sms": m.corunner_sms,
+            "corunner_bytes_per_s": m.corunner_bytes_per_s, "median_s": m.stats.median_s, "p20_s": m.stats.p20_s,
+            "p80_s": m.stats.p80_s, "samples": m.stats.samples, "repeats": m.repeats, "window_s": m.window_s,
+            "order": self.order, "measured_at": self.now(),
+        }
+        self.order += 1
+        self.journal.append(row)
+
+    def _partition(self, split: Split | None) -> tuple[str, str]:
+        if split is None:
+            return "none", "whole device, plain stream"
+        return self.report.verdict(split)
+
+
+def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, report: CheckReport, *,
+              budget_s: float | None = None, started_s: float | None = None, fixed: Mapping[str, Any] | None = None,
+              say: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic,
+              now: Callable[[], str] = utc_now) -> SweepResult:
+    """Measure the plan's points and append their rows.
+
+    ``budget_s``, a hard stop, counts from ``started_s`` (default: now). Estimates are corrected by what points took so
+    far, and no point is begun that would overrun; time that is left goes to what the plan had to cut. ``fixed``: further
+    columns for every row. A point that fails is named and left out; :class:`DeviceLostError` and Ctrl-C end the sweep:
+    see :class:`SweepResult`.
+    """
+    begun_s = clock()
+    started_s = begun_s if started_s is None else started_s
+    prefix = run_prefix(bench, model)
+    done = journal.done()
+    recorder = _Recorder(bench, model, journal, report, plan.seed, fixed or {}, now)
+    result = SweepResult()
+    spent_s = planned_s = 0.0
+    last_say_s = begun_s
+    deadline_s = float("inf") if budget_s is None else started_s + budget_s - closing_seconds(budget_s)
+    spare = () if budget_s is None else plan.spare
+    bench.left_s = lambda: deadline_s - clock()
+    points = [p for p in (*plan.points, *spare) if not done.issuperset(p.row_ids(prefix))]
+    planned = result.left = sum(not done.issuperset(p.row_ids(prefix)) for p in plan.points)
+
+    def anchor(number: int) -> None:
+        try:
+            recorder.record(f"{prefix}|anchor|run {journal.run}|{number}", "anchor", "anchor", None, bench.anchor())
+        except (BusyError, DeviceLostError, TimeUpError):
+            raise
+        except ProfileError as exc:
+            result.failed.append(("anchor", str(exc)))
+
+    def slower() -> float:
+        """How many times longer points take than was thought. From 5 s on: the first carry what is made once."""
+        return spent_s / planned_s if planned_s > 0 and max(planned_s, spent_s) > 5 else 1.0
+
+    try:
+        for index, point in enumerate(points):
+            if clock() + point.seconds * slower() > deadline_s:
+                result.stopped = f"budget of {budget_s:.0f} s reached" if index < planned else ""
+                break
+            try:
+                if index % ANCHOR_EVERY == 0:
+                    anchor(index // ANCHOR_EVERY)
+                point_began_s = clock()
+                _measure(bench, recorder, prefix, point, done, result)
+            except TimeUpError:
+                result.stopped = f"budget of {budget_s:.0f} s reached" if index < planned else ""
+                break
+            result.left = max(0, planned - index - 1)
+            result.beyond = max(0, index + 1 - planned)
+            spent_s += clock() - point_began_s
+            planned_s += point.seconds
+            if clock() - last_say_s >= PROGRESS_S:
+                last_say_s = clock()
+                rest_s = min(slower() * sum(p.seconds for p in points[index + 1:]), max(0.0, deadline_s - clock()))
+                say(f"[{index + 1}/{planned}] {clock() - started_s:.0f} s, about {rest_s:.0f} s to go; "
+                    f"{point.tier}: {point.key}")
+        if points and result.measured:
+            # From what is kept for the closing.
+            bench.left_s = lambda: float("inf") if budget_s is None else started_s + budget_s - clock()
+            with suppress(TimeUpError):
+                anchor(1 + len(points) // ANCHOR_EVERY)
+    except DeviceLostError as exc:
+        result.stopped, result.status = str(exc), 3
+    except BusyError as exc:
+        result.stopped, result.status = str(exc), 2
+    except KeyboardInterrupt as exc:
+        result.stopped, result.status = str(exc) or "interrupted", interrupt_status(exc)
+    if result.failed and not journal.done() and not result.stopped:
+        result.stopped, result.status = f"no point could be measured; the first: {': '.join(result.failed[0])}"[:300], 2
+    result.elapsed_s = clock() - begun_s
+    return result
+
+
+def _measure(bench: Bench, recorder: _Recorder, prefix: str, point: Point, done: set[str], result: SweepResult) -> None:
+    try:
+        measurements = bench.measure(point)
+        ids = point.row_ids(prefix)
+        assert len(ids) == len(measurements), (point, measurements)
+        for row_id, measurement in zip(ids, measurements, strict=True):
+            if row_id not in done:
+                recorder.record(row_id, point.kind, point.tier, point.split, measurement)
+                done.add(row_id)
+        result.measured += 1
+    except (BusyError, DeviceLostError, TimeUpError):
+        raise
+    except ProfileError as exc:  # PointError, and what the torch reference or the quantiles refuse
+        result.failed.append((point.key, str(exc)))

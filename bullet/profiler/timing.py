@@ -1,0 +1,105 @@
+"""The arithmetic of timing: medians, how often to repeat, how far to rotate, and which samples lie in the window.
+
+Pure: takes seconds, returns seconds. The device side is in :mod:`bullet.profiler.bench_cuda`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bullet.errors import ProfileError
+
+L2_MULTIPLE = 3.0
+"""Inputs are rotated over this many times the L2 cache, so that no repetition finds its own data there."""
+MAX_ROTATION = 64
+MAX_REPEATS = 256
+
+
+class Interval(NamedTuple):
+    """Start and end of one replay, in seconds since a common event."""
+
+    start_s: float
+    end_s: float
+
+
+class Stats(NamedTuple):
+    """Median, 20th and 80th percentile of ``samples`` values, in seconds."""
+
+    median_s: float
+    p20_s: float
+    p80_s: float
+    samples: int
+
+
+class Window(NamedTuple):
+    """Samples of one lane that lie inside the other lane's activity.
+
+    ``seconds``: per repetition, one entry a kept replay. ``window_s``: seconds in which both lanes are known to be busy.
+    """
+
+    seconds: list[float]
+    window_s: float
+
+
+def summarise(seconds: Sequence[float]) -> Stats:
+    """Quantiles by linear interpolation; :class:`ProfileError` without a sample, or with one that is not positive."""
+    if not seconds:
+        raise ProfileError("no sample was kept: the run was too short")
+    if not all(math.isfinite(s) and s > 0 for s in seconds):
+        raise ProfileError(f"a sample of {min(seconds):g} s: the timer did not advance")
+    ordered = sorted(seconds)
+
+    def quantile(q: float) -> float:
+        at = q * (len(ordered) - 1)
+        low = math.floor(at)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+    return Stats(quantile(0.5), quantile(0.2), quantile(0.8), len(ordered))
+
+
+def rotation(footprint_bytes: float, l2_bytes: float, limit_bytes: float) -> int:
+    """Input sets to cycle through, at least 1: together past ``L2_MULTIPLE`` x L2, within ``limit_bytes``."""
+    if footprint_bytes <= 0:
+        return 1
+    wanted = math.ceil(L2_MULTIPLE * l2_bytes / footprint_bytes)
+    affordable = max(1, int(limit_bytes // footprint_bytes))
+    return max(1, min(wanted, affordable, MAX_ROTATION))
+
+
+def repeats(once_s: float, min_replay_s: float, rotation: int) -> int:
+    """Repetitions inside a replay: the replay lasts ``min_replay_s`` and uses every input set, as far as the cap allows.
+
+    A multiple of ``rotation``, so that each replay starts with the same set.
+    """
+    wanted = max(1, math.ceil(min_replay_s / max(once_s, 1e-9)))
+    rounds = max(1, math.ceil(wanted / rotation))
+    return rotation * min(rounds, max(1, MAX_REPEATS // rotation))
+
+
+def inside(own: Sequence[Interval], other: Sequence[Interval], repetitions: int) -> Window:
+    """Own replays that lie wholly between the end of the other lane's first replay and the end of its last.
+
+    Not from the other's first *start*: that event fires when the stream gets to it, which is before its kernel runs if
+    the device serialises the lanes; only an end proves that the other lane was running. The first own replay is dropped
+    too: caches and clocks still settle in it. In between, replays are back to back, since they were queued ahead.
+    """
+    if not own or not other:
+        return Window([], 0.0)
+    start, end = other[0].end_s, other[-1].end_s
+    kept = [(i.end_s - i.start_s) / repetitions for i in own[1:] if i.start_s >= start and i.end_s <= end]
+    both = min(own[-1].end_s, end) - max(own[0].start_s, start)
+    return Window(kept, max(0.0, both))
+
+
+def train_lengths(prefill_s: float, decode_s: float, *, min_prefill: int, min_decode: int,
+                  limit: int) -> tuple[int, int]:
+    """Replays of each lane so that both are busy for the same time, with at least the wanted samples inside.
+
+    A margin for slow-down: each lane gets half as much again as its runs alone would need, plus the dropped first.
+    Never more than ``limit``: the driver's queue must hold the whole train.
+    """
+    window_s = max((min_prefill + 3) * prefill_s, (min_decode + 3) * decode_s)
+    return tuple(min(limit, max(3, math.ceil(1.5 * window_s / s))) for s in (prefill_s, decode_s))  # type: ignore[return-value]

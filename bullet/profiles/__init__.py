@@ -1,0 +1,1 @@
+"""Tables of measured kernels, and the fits made of them."""

@@ -1,0 +1,372 @@
+"""A table of samples (:mod:`bullet.profiles.rows`) to a device's coefficients, with the error on what each fit has not seen.
+
+:func:`fit_profile` is ``bullet-profile fit``. Each kernel family is fitted on one source; other sources in the table are
+compared, not mixed in, for they differ by more than a fit errs. Coefficients that ship are fitted on all rows of the source;
+errors come from fits on every other token count (context, message size), and on all GEMM shapes but one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec
+from bullet.devices.coefficients import ROWWISE, DeviceCoefficients
+from bullet.errors import ProfileError
+from bullet.profiles import forms as fit
+from bullet.profiles.forms import Array, FitError
+from bullet.profiles.importers import check_samples
+from bullet.profiles.rows import Row
+
+GEMM_OPS = ("gemm_qkv", "gemm_o", "gemm_gate_up", "gemm_down", "gemm_lm_head", "gemm")
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "gemm": GEMM_OPS, "rowwise": ("norm", "rope", "act", "embedding"), "prefill_attention": ("prefill_attention",),
+    "decode_attention": ("decode_attention",), "all_reduce": ("all_reduce",)}
+PARAMETERS = {"gemm": 7, "rowwise": 5, "prefill_attention": 3, "decode_attention": 3, "all_reduce": 2}
+PREFERRED: Mapping[str, tuple[str, ...]] = {
+    # Vidur has the model's exact shapes; of the others SGLang's GEMM rows are the more realistic: vLLM's collector leaves
+    # weights at their initial values, which keeps clocks high. vLLM's attention has a twin on every GPU.
+    "gemm": ("vidur", "sglang", "vllm"), "rowwise": ("vidur", "vllm"), "prefill_attention": ("vllm", "sglang"),
+    "decode_attention": ("vllm", "sglang"), "all_reduce": ("vllm", "sglang", "vidur")}
+OWN = "this project"
+LARGEST_ALL_REDUCE_BYTES = 64 * 2**20
+VIDUR_NORMS = ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act", "emb")
+
+
+@dataclass
+class Fit:
+    """Coefficients as they come together, errors by name, and what nothing was measured for."""
+
+    gpu: GpuSpec
+    model: ModelSpec
+    measured: bool = True
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    assumed: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+
+    def error(self, name: str, predicted: Array, measured: Array) -> None:
+        """Keep an error, if there is a row to make one of."""
+        if len(measured):
+            self.errors[name] = FitError.of(predicted, measured).as_dict()
+
+
+def version_of(row: Mapping[str, Any]) -> str:
+    """Whose measurement a row is."""
+    return row["origin_version"] or OWN
+
+
+def of_family(rows: Sequence[Row], family: str) -> dict[str, list[Row]]:
+    """Rows alone on the whole device, by source; in an order that does not depend on the file's."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["op"] in FAMILIES[family] and row["kind"] == "solo" and row["sms"] == row["device_sms"] and (
+                row["drift_ok"] is not False and row["corunner"] == "idle"):
+            found.setdefault(version_of(row), []).append(row)
+    ops = {op: i for i, op in enumerate(FAMILIES[family])}
+    for own in found.values():
+        own.sort(key=lambda r: (ops[r["op"]], r["order"] or 0, r["id"]))
+    return found
+
+
+def choose(found: Mapping[str, list[Row]], family: str, asked: Mapping[str, str]) -> str | None:
+    """The source to fit a family on: asked for, else ours, else by ``PREFERRED``, else that of most rows; None without rows."""
+    if family in asked:
+        if asked[family] not in found:
+            raise ProfileError(f"{family}: no rows of {asked[family]!r}: the table has {', '.join(sorted(found)) or 'none'}")
+        return asked[family]
+    order = (OWN, *PREFERRED[family])
+    chosen = [name for wanted in order for name in sorted(found) if name.startswith(wanted)]
+    return next(iter([*chosen, *sorted(found, key=lambda name: (-len(found[name]), name))]), None)
+
+
+def enough(rows: Sequence[Row], family: str, source: str) -> None:
+    """Twice as many rows as parameters, or one line that says so."""
+    need = 2 * PARAMETERS[family]
+    if len(rows) < need:
+        raise ProfileError(f"{family}: {len(rows)} rows of {source}, at least {need} are needed to fit {PARAMETERS[family]} "
+                           f"parameters and test them: measure more, or take A100's: --borrow {family}")
+
+
+def column(rows: Sequence[Row], name: str) -> Array:
+    """A column as an array."""
+    return np.array([float(row[name]) for row in rows])
+
+
+def every_other(values: Array) -> np.ndarray:
+    """True for rows to fit on: every other distinct value."""
+    return np.searchsorted(np.unique(values), values) % 2 == 0
+
+
+def take(rows: Sequence[Row], use: np.ndarray) -> list[Row]:
+    """Rows where ``use`` is true."""
+    return [row for row, wanted in zip(rows, use, strict=True) if wanted]
+
+
+# -------------------------------------------------------------------------------------------- the families
+
+
+def _gemms(rows: Sequence[Row]) -> list[fit.Gemm]:
+    return [fit.Gemm(row["tokens"], row["columns"], row["inner"], row["median_s"]) for row in rows]
+
+
+def with_shapes(rows: Sequence[Row], model: ModelSpec) -> list[Row]:
+    """GEMM rows of a sweep name the model's kernel: their columns and inner size follow."""
+    from bullet.work import dense_kernels
+
+    shapes = {f"gemm_{k.name}": (k.columns, k.k) for k in dense_kernels(model, 1) if k.k}
+    shapes["gemm_lm_head"] = (model.vocab_size, model.hidden_size)
+    return [row if row["columns"] is not None or row["op"] not in shapes
+            else {**row, "columns": shapes[row["op"]][0], "inner": shapes[row["op"]][1]} for row in rows]
+
+
+def _require_both_sides(rows: Sequence[Row], source: str, gpu: GpuSpec) -> None:
+    """Refuse GEMMs that are all bound by bytes, or all by operations: they fix no rate, or no bandwidth."""
+    excess = np.array([2.0 * r.m * r.n * r.k / gpu.peak_flops
+                       - 2.0 * (r.m * r.k + r.k * r.n + r.m * r.n) / gpu.mem_bytes_per_s for r in _gemms(rows)])
+    tokens = column(rows, "tokens")
+    for what, count, least, fewer in (("operations", (excess > 0).sum(), len(fit.TILES), "more"),
+                                      ("bytes", (excess < 0).sum(), 1, "fewer")):
+        if count < least:
+            raise ProfileError(f"gemm: {count} rows of {source} are bound by {what}, of {tokens.min():g} to {tokens.max():g} "
+                               f"tokens; at least {least} are needed to tell rates from bandwidth: measure {fewer} tokens, or "
+                               "take A100's: --borrow gemm")
+
+
+def fit_gemms(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
+    """Tiles, bandwidth, overheads; waves on and off on the same left-out rows."""
+    rows, gpu = found[source], out.gpu
+    enough(rows, "gemm", source)
+    _require_both_sides(rows, source, gpu)
+    # Vidur's dense token counts fix every tile: gradients get there, and the figures in docs/ rest on what they found.
+    searched = not source.startswith("vidur")
+    use = every_other(column(rows, "tokens"))
+    seen, unseen = take(rows, use), take(rows, ~use)
+    for label, waves in (("gemm_left_out", True), ("gemm_left_out_without_waves", False)):
+        trial = fit.fit_gemm(_gemms(seen), gpu, waves, searched=searched)
+        for op in (*GEMM_OPS, "all"):
+            rest = [r for r in unseen if op in (r["op"], "all")]
+            out.error(f"{label}:{op.removeprefix('gemm_')}", fit.gemm_seconds(_gemms(rest), trial, gpu, waves) if rest else
+                      np.empty(0), column(rest, "median_s"))
+    shapes = sorted({(r["columns"], r["inner"]) for r in rows})
+    for n, k in shapes if len(shapes) > 1 else ():
+        rest = [r for r in rows if (r["columns"], r["inner"]) == (n, k)]
+        others = [r for r in rows if (r["columns"], r["inner"]) != (n, k)]
+        if len(others) >= 2 * PARAMETERS["gemm"]:
+            trial = fit.fit_gemm(_gemms(others), gpu, searched=True)
+            out.error(f"gemm_shape_left_out:{n}x{k}", fit.gemm_seconds(_gemms(rest), trial, gpu), column(rest, "median_s"))
+    found_ = fit.fit_gemm(_gemms(rows), gpu, searched=searched)
+    for other in sorted(set(found) - {source}):
+        out.error(f"gemm_against_{other}", fit.gemm_seconds(_gemms(found[other]), found_, gpu), column(found[other], "median_s"))
+    out.values |= {"gemm_tiles": tuple((r, c, round(float(found_[i]), 6)) for i, (r, c) in enumerate(fit.TILES)),
+                   "gemm_bandwidth": round(float(found_[4]), 6), "gemm_overhead_s": round(float(found_[5]), 10),
+                   "gemm_block_overhead_s": round(float(found_[6]), 10)}
+
+
+def fit_rows(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: DeviceCoefficients | None) -> None:
+    """Share of bandwidth of each elementwise kernel, and one overhead."""
+    rows, gpu = found[source], out.gpu
+    enough(rows, "rowwise", source)
+    rows = sorted(rows, key=lambda r: (r["op"], _norm_order(r), r["order"] or 0))
+    tokens = column(rows, "tokens")
+    names, use = sorted({r["op"] for r in rows}), every_other(tokens)
+
+    def families(keep: np.ndarray) -> dict[str, tuple[Array, Array]]:
+        return {name: (column(own, "bytes"), column(own, "median_s"))
+                for name in names if (own := [r for r, k in zip(rows, keep, strict=True) if k and r["op"] == name])}
+
+    shares, overhead_s = fit.fit_rowwise(families(use), gpu)
+    for name, (moved, seconds) in families(~use).items():
+        for label, rest in (("", seconds > 0), ("_from_20_us", seconds >= 20e-6)):
+            out.error(f"rowwise_left_out{label}:{name}",
+                      fit.rowwise_seconds(moved[rest], shares[name], overhead_s, gpu), seconds[rest])
+    shares, overhead_s = fit.fit_rowwise(families(use | True), gpu)
+    for name in ROWWISE:
+        if name not in shares:
+            known = "norm" if name == "qk_norm" and "norm" in shares else None
+            shares[name] = shares[known] if known else _borrow(out, borrowed, f"{name} bandwidth").rowwise_bandwidth[name]
+    out.assumed.append("qk_norm bandwidth (as norm)")
+    out.values |= {"rowwise_bandwidth": {name: round(shares[name], 6) for name in sorted(shares)},
+                   "rowwise_overhead_s": round(overhead_s, 10)}
+
+
+def _norm_order(row: Row) -> int:
+    name = row["id"].split("|repeat")[0].rsplit("|", 1)[-1]
+    return VIDUR_NORMS.index(name) if name in VIDUR_NORMS else 0
+
+
+def fit_prefill(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
+    """Efficiency, extra keys, overhead. After the others: with a past its bytes move at the device's bandwidth."""
+    gpu = out.gpu
+    share = max(out.values["gemm_bandwidth"], out.values["decode_attention_bandwidth"], *out.values["rowwise_bandwidth"].values())
+
+    def arguments(rows: Sequence[Row]) -> dict[str, Any]:
+        past = column(rows, "context_tokens")
+        batch = column(rows, "batch")
+        moved_s = np.where(past > 0, column(rows, "bytes") / (gpu.mem_bytes_per_s * share), 0.0)
+        return {"batch": batch, "tokens": column(rows, "tokens") / batch, "heads": column(rows, "heads"),
+                "head_dim": column(rows, "head_dim"), "gpu": gpu, "past": past, "moved_s": moved_s}
+
+    def solve(rows: Sequence[Row]) -> Array:
+        return fit.fit_prefill_attention(seconds=column(rows, "median_s"), **arguments(rows))
+
+    def predict(rows: Sequence[Row], parameters: Array) -> Array:
+        return fit.prefill_attention_seconds(parameters=parameters, **arguments(rows))
+
+    rows = _ordered(found[source], out.model)
+    enough(rows, "prefill_attention", source)
+    past = column(rows, "context_tokens")
+    length = column(rows, "tokens") / column(rows, "batch")
+    use = every_other(past) if len(set(past)) > len(set(length)) else every_other(length)
+    trial, unseen = solve(take(rows, use)), take(rows, ~use)
+    longer = [r for r in unseen if r["tokens"] / r["batch"] >= 128]
+    if longer:
+        out.error("prefill_attention_left_out_from_128_tokens", predict(longer, trial), column(longer, "median_s"))
+    out.error("prefill_attention_left_out", predict(unseen, trial), column(unseen, "median_s"))
+    found_ = solve(rows)
+    for other in sorted(set(found) - {source}):
+        there = _ordered(found[other], out.model)
+        out.error(f"prefill_attention_against_{other}", predict(there, found_), column(there, "median_s"))
+    out.values |= {"prefill_attention_efficiency": round(float(found_[0]), 6),
+                   "prefill_attention_extra_keys": round(float(found_[1]), 6),
+                   "prefill_attention_overhead_s": round(float(found_[2]), 10)}
+
+
+def _ordered(rows: Sequence[Row], model: ModelSpec) -> list[Row]:
+    heads = {"heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    filled = [row if row["heads"] else {**row, **heads} for row in rows]  # a sweep's rows are the model's
+    return sorted(filled, key=lambda r: (r["batch"], r["tokens"] / r["batch"], r["context_tokens"], r["id"]))
+
+
+def fit_decode(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
+    """Share of bandwidth, overhead, SM time a sequence."""
+    gpu = out.gpu
+
+    def arguments(rows: Sequence[Row]) -> tuple[Array, Array]:
+        return column(rows, "batch"), column(rows, "bytes")
+
+    rows = _ordered(found[source], out.model)
+    enough(rows, "decode_attention", source)
+    use = every_other(column(rows, "context_tokens"))
+    seen, unseen = take(rows, use), take(rows, ~use)
+    trial = fit.fit_decode_attention(*arguments(seen), column(seen, "median_s"), gpu)
+    out.error("decode_attention_left_out", fit.decode_attention_seconds(*arguments(unseen), trial, gpu),
+              column(unseen, "median_s"))
+    found_ = fit.fit_decode_attention(*arguments(rows), column(rows, "median_s"), gpu)
+    for other in sorted(set(found) - {source}):
+        there = found[other]
+        out.error(f"decode_attention_against_{other}", fit.decode_attention_seconds(*arguments(there), found_, gpu),
+                  column(there, "median_s"))
+    out.values |= {"decode_attention_bandwidth": round(float(found_[0]), 6),
+                   "decode_attention_overhead_s": round(float(found_[1]), 10),
+                   "decode_attention_seq_s": round(float(found_[2]), 12)}
+
+
+def fit_links(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: DeviceCoefficients | None) -> None:
+    """Link efficiency and overhead of an all-reduce. Vidur's rows are eager launches: of them the slope alone is used."""
+    rows = [r for r in found[source] if r["message_bytes"] <= LARGEST_ALL_REDUCE_BYTES]
+    rows.sort(key=lambda r: (r["bytes"], r["median_s"], r["num_gpus"]))
+    enough(rows, "all_reduce", source)
+    sent, seconds = column(rows, "bytes"), column(rows, "median_s")
+    use = every_other(sent)
+    trial = fit.fit_all_reduce(sent[use], seconds[use], out.gpu)
+    out.error("all_reduce_left_out", fit.all_reduce_seconds(sent[~use], *trial, out.gpu), seconds[~use])
+    found_ = fit.fit_all_reduce(sent, seconds, out.gpu)
+    for other in sorted(set(found) - {source}):
+        there = found[other]
+        out.error(f"all_reduce_against_{other}", fit.all_reduce_seconds(column(there, "bytes"), *found_, out.gpu),
+                  column(there, "median_s"))
+    out.values["link_efficiency"] = round(float(found_[0]), 6)
+    if source.startswith("vidur") and borrowed is not None:
+        out.values["all_reduce_overhead_s"] = borrowed.all_reduce_overhead_s
+        out.assumed.append(f"all_reduce_overhead_s: A100's under CUDA graphs; the rows here hold eager launches "
+                           f"({found_[1] * 1e6:.0f} us)")
+    else:
+        out.values["all_reduce_overhead_s"] = round(float(found_[1]), 10)
+
+
+def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str,
+            reason: str = "no measured row") -> DeviceCoefficients:
+    if borrowed is None:
+        raise ProfileError(f"{what}: the table has no rows for it, and there is no other profile to borrow from")
+    out.assumed.append(f"{what}: {reason}, A100's")
+    return borrowed
+
+
+# ------------------------------------------------------------------------------------------------ the whole
+
+
+def check_model(rows: Sequence[Row], model: ModelSpec) -> None:
+    """Refuse rows that say they have another model's shapes."""
+    from bullet.profiler.sweep import model_label  # no torch there
+
+    label = model_label(model)
+    other = next((r for r in rows if r["model"] not in (None, label)), None)
+    if other is not None:
+        raise ProfileError(f"row {other['id']}: has the shapes of {other['model']}, not of {label}: give its --model")
+
+
+def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoefficients | None = None,
+                asked: Mapping[str, str] | None = None, borrow: Sequence[str] = ()) -> Fit:
+    """All kernel families of a table on the whole device; the SM axis and contention come after (:mod:`bullet.profiles.sm_axis`).
+
+    ``borrowed``: coefficients for families that the table has no row of, each named in ``assumed``. ``asked``: family ->
+    ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit.
+    """
+    gpu = check_samples(rows)
+    check_model(rows, model)
+    rows = with_shapes(rows, model)
+    out, asked = Fit(gpu, model, rows[0]["source"] == "measured"), asked or {}
+    unknown = sorted({*asked, *borrow} - set(FAMILIES))
+    if unknown:
+        raise ProfileError(f"unknown family {unknown[0]!r}: choose one of {', '.join(FAMILIES)}")
+    found = {family: of_family(rows, family) for family in FAMILIES}
+    fields = {"gemm": ("gemm_tiles", "gemm_bandwidth", "gemm_overhead_s", "gemm_block_overhead_s"),
+              "rowwise": ("rowwise_bandwidth", "rowwise_overhead_s"),
+              "prefill_attention": tuple(f"prefill_attention_{x}" for x in ("efficiency", "extra_keys", "overhead_s")),
+              "decode_attention": tuple(f"decode_attention_{x}" for x in ("bandwidth", "overhead_s", "seq_s")),
+              "all_reduce": ("link_efficiency", "all_reduce_overhead_s")}
+    # Prefill attention last: it needs the best bandwidth of the others.
+    for family in ("gemm", "rowwise", "decode_attention", "all_reduce", "prefill_attention"):
+        source = None if family in borrow else choose(found[family], family, asked)
+        if source is None:
+            coefficients = _borrow(out, borrowed, family, "as asked" if found[family] else "no measured row")
+            out.values |= {name: getattr(coefficients, name) for name in fields[family]}
+            continue
+        out.sources[family] = source
+        out.parameters[family] = PARAMETERS[family]
+        if family == "gemm":
+            fit_gemms(out, found[family], source)
+        elif family == "rowwise":
+            out.parameters[family] = 1 + len({r["op"] for r in found[family][source]})
+            fit_rows(out, found[family], source, borrowed)
+        elif family == "decode_attention":
+            fit_decode(out, found[family], source)
+        elif family == "all_reduce":
+            fit_links(out, found[family], source, borrowed)
+        else:
+            fit_prefill(out, found[family], source)
+    lm_head = [r for r in found["gemm"].get(out.sources.get("gemm", ""), []) if r["op"] == "gemm_lm_head"]
+    if not lm_head:
+        out.assumed.append(f"lm_head extrapolates the GEMM family ({model.vocab_size} columns: no measured row)")
+    return out
+
+
+def coefficients_of(out: Fit, axis: Mapping[str, float]) -> DeviceCoefficients:
+    """The fit as the device reads it. ``axis``: rate and bandwidth against SMs, contention."""
+    return DeviceCoefficients(source="fitted" if out.measured else "fitted to simulated samples", **out.values, **axis)
+
+
+def with_notes(coefficients: DeviceCoefficients, out: Fit, rows: Sequence[Row]) -> DeviceCoefficients:
+    """Errors, sources, row counts and assumptions go into ``fit.json`` with the numbers."""
+    counts = Counter(f"{version_of(r)}: {r['op']}" for r in rows)
+    notes = {"errors": out.errors, "parameters": sum(out.parameters.values()), "parameters_by_family": out.parameters,
+             "fitted_on": out.sources, "rows": dict(sorted(counts.items())), "assumed": out.assumed}
+    return dataclasses.replace(coefficients, notes=notes)

@@ -1,0 +1,339 @@
+"""Rate and bandwidth against SMs, and contention: what the whole device cannot show.
+
+The SM axis comes from a table's own rows on fewer SMs (a sweep), else from published sweeps that state no licence: those
+are read in place (``--sm-data DIR``), and nothing but coefficients and errors leaves this module.
+
+* MuxServe (A100, MPS shares, whole steps of llama-7b and 13b): the curves are fitted on 7b and checked on 13b.
+* greenctx (H100, green contexts, single kernels): fitted on every other shape, checked on the rest.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bullet import work
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec
+from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.fitted import DeviceModel
+from bullet.errors import ProfileError
+from bullet.profiles import forms as fit
+from bullet.profiles.forms import Array, FitError
+from bullet.profiles.rows import Row
+
+AXIS = ("rate_slope", "rate_cap", "bandwidth_knee", "bandwidth_sharpness")
+FLAT = {"rate_slope": 0.0, "rate_cap": 1.0, "bandwidth_knee": 1.0, "bandwidth_sharpness": 1.0}
+"""A device of which nothing is known below all its SMs."""
+Errors = dict[str, dict[str, float]]
+
+# ----------------------------------------------------------------------------------- MuxServe: whole steps, A100
+
+MUXSERVE = "muxserve_a100_80gb_mps_sweep_7b_13b_tp1.csv.gz"
+# What MuxServe ran: multi-head attention, no GQA (public config.json of each).
+SWEPT = {"7b": ModelSpec("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, 2048),
+         "13b": ModelSpec("llama-13b", 40, 5120, 13824, 40, 40, 128, 32000, 2048)}
+PERCENTS = (30, 40, 50, 60, 70, 80, 90)
+Sweep = dict[tuple[int, ...], dict[int, float]]
+"""Shape -> SMs (MuxServe: percent of them) -> seconds."""
+
+
+def muxserve(folder: Path, size: str, phase: str) -> Sweep:
+    """(batch, sequence length) that MuxServe measured at every share of SMs."""
+    path = folder / MUXSERVE
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [r for r in csv.DictReader(file) if r["model"].endswith("-" + size) and float(r[f"{phase}_ms"]) > 0]
+    except (OSError, KeyError, ValueError) as exc:
+        raise ProfileError(f"{path}: cannot be read as MuxServe's sweep ({exc})") from None
+    found: Sweep = {}
+    for r in rows:
+        found.setdefault((int(r["batch_size"]), int(r["seq_len"])), {})[int(float(r["mps_sm_percent"]))] = \
+            float(r[f"{phase}_ms"]) * 1e-3
+    return {shape: times for shape, times in sorted(found.items()) if len(times) == len(PERCENTS) + 1}
+
+
+def attention_bandwidth(decode: Sweep) -> Array:
+    """KV bandwidth at each share relative to all SMs: a long context's step less a short one's, same batch.
+
+    The difference is attention alone: weights, sampling and the host's time cancel.
+    """
+    relative = []
+    for batch in sorted({b for b, _ in decode if b >= 32}):  # below, the difference is a millisecond and rounding shows
+        short, *_, long = sorted(length for b, length in decode if b == batch)
+        more = {p: decode[batch, long][p] - decode[batch, short][p] for p in (*PERCENTS, 100)}
+        relative.append([more[100] / more[p] for p in PERCENTS])
+    middle: Array = np.median(np.array(relative), axis=0)
+    return middle
+
+
+def stretch_of(device: DeviceModel, shapes: Sequence[tuple[int, ...]], decode: bool = False) -> Array:
+    """Simulated seconds at each share relative to all SMs; shape (shapes, shares)."""
+    n, rows = device.num_sms, []
+    for batch, length in shapes:
+        step = (device.decode_work(batch, batch * (length + 1)) if decode
+                else device.prefill_work([(length, 0)] * batch, device.model.num_layers, logits_seqs=batch))
+        rows.append([device.solo_seconds(step, round(n * p / 100)) / device.solo_seconds(step, n) for p in PERCENTS])
+    return np.array(rows)
+
+
+def measured_stretch(times: Sweep) -> Array:
+    """As :func:`stretch_of`."""
+    return np.array([[t[p] / t[100] for p in PERCENTS] for t in times.values()])
+
+
+def axis_of_steps(folder: Path, gpu: GpuSpec, alone: DeviceCoefficients) -> tuple[dict[str, float], Errors]:
+    """The four coefficients from MuxServe's 7B, checked on its 13B.
+
+    Bandwidth comes from attention's own reads: a copy kernel (LithOS reproduction) draws more on few SMs than serving's
+    kernels do, and its error is given beside.
+    """
+    share = np.array(PERCENTS) / 100
+    decode = {size: muxserve(folder, size, "decode") for size in SWEPT}
+    # Prefills under 2,048 tokens sit on the host's floor of 13-14 ms; above it launches run ahead of the device.
+    prefill = {size: {k: v for k, v in muxserve(folder, size, "prefill").items() if k[0] * k[1] >= 2048} for size in SWEPT}
+    knee, sharpness = (round(float(x), 6) for x in fit.fit_bandwidth_curve(share, attention_bandwidth(decode["7b"])))
+    curved = dataclasses.replace(alone, bandwidth_knee=knee, bandwidth_sharpness=sharpness)
+
+    def device(size: str, coefficients: DeviceCoefficients) -> DeviceModel:
+        return DeviceModel(SWEPT[size], gpu, coefficients)
+
+    def stretch(slope: float, cap: float) -> Array:
+        trial = device("7b", dataclasses.replace(curved, rate_slope=slope, rate_cap=cap))
+        middle: Array = np.median(stretch_of(trial, list(prefill["7b"])), axis=0)
+        return middle
+
+    slope, cap = (round(float(x), 6) for x in
+                  fit.fit_rate_curve(stretch, np.median(measured_stretch(prefill["7b"]), axis=0)))
+    whole = dataclasses.replace(curved, rate_slope=slope, rate_cap=cap)
+    errors: Errors = {}
+    for size, label in (("7b", "fitted"), ("13b", "left_out")):
+        errors[f"attention_bandwidth_against_sms_{label}:{size}"] = FitError.of(
+            fit.bandwidth_curve(share, knee, sharpness), attention_bandwidth(decode[size])).as_dict()
+        errors[f"prefill_stretch_{label}:{size}"] = FitError.of(
+            stretch_of(device(size, whole), list(prefill[size])).ravel(), measured_stretch(prefill[size]).ravel()).as_dict()
+        seen = "partly_seen" if size == "7b" else "left_out"
+        errors[f"decode_step_stretch_{seen}:{size}"] = FitError.of(
+            stretch_of(device(size, whole), list(decode[size]), True).ravel(),
+            measured_stretch(decode[size]).ravel()).as_dict()
+    copied = _copy_kernel(folder / "lithos_repro_a100_pcie_tpc_sweep.csv")
+    errors["bandwidth_against_sms_of_a_copy_kernel_unfitted"] = FitError.of(
+        fit.bandwidth_curve(np.array([n / gpu.num_sms for n in sorted(copied)]), knee, sharpness),
+        np.array([copied[gpu.num_sms] / copied[n] for n in sorted(copied)])).as_dict()
+    return {"rate_slope": slope, "rate_cap": cap, "bandwidth_knee": knee, "bandwidth_sharpness": sharpness}, errors
+
+
+def _copy_kernel(path: Path) -> dict[int, float]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return {int(r["sm_count"]): float(r["ema_us_at_seen151"]) for r in csv.DictReader(file)
+                    if r["op_index_aligned"] == "18"}
+    except (OSError, KeyError, ValueError) as exc:
+        raise ProfileError(f"{path}: cannot be read as the copy kernel's sweep ({exc})") from None
+
+
+# ----------------------------------------------------------------------------------------- single kernels
+
+
+def greenctx(folder: Path) -> dict[str, Sweep]:
+    """H100, green contexts, Llama-3-8B shapes: ``gemm`` (m, n, k), ``decode_attention`` (batch, context),
+    ``prefill_attention`` (tokens; not causal). Shapes measured at every SM count; milliseconds in the files."""
+    def read(kind: str) -> list[dict[str, str]]:
+        path = folder / f"greenctx_h100_{kind}.csv"
+        try:
+            with path.open(encoding="utf-8") as file:
+                return [r for r in csv.DictReader(file) if "error" not in r["milliseconds"]]  # cells with "cublas error"
+        except (OSError, KeyError) as exc:
+            raise ProfileError(f"{path}: cannot be read as greenctx's sweep ({exc})") from None
+
+    sweeps: dict[str, Sweep] = {"gemm": {}, "decode_attention": {}, "prefill_attention": {}}
+    for r in read("matmul"):
+        k, n = (int(x) for x in r["matrix_shape"].split(" x "))
+        sweeps["gemm"].setdefault((int(r["num_tokens"]), n, k), {})[int(r["SM_count"])] = float(r["milliseconds"]) * 1e-3
+    for r in read("flash_attn_decode"):
+        sweeps["decode_attention"].setdefault((int(r["batch_size"]), int(r["context_size"])), {})[
+            int(r["SM_count"])] = float(r["milliseconds"]) * 1e-3
+    for r in read("flash_attn_prefill"):
+        sweeps["prefill_attention"].setdefault((int(r["prefill_size"]),), {})[int(r["SM_count"])] = \
+            float(r["milliseconds"]) * 1e-3
+    return {op: {shape: times for shape, times in sorted(found.items()) if 132 in times} for op, found in sweeps.items()}
+
+
+def on_unknown_sms(row: Row) -> bool:
+    """Of a partition that was not proven: it may have run on any SMs."""
+    return row["partition"] == "unproven" and bool(row["sms"] != row["device_sms"])
+
+
+def sweeps_of(rows: Sequence[Row]) -> dict[str, Sweep]:
+    """The same from a table's own rows: alone, on fewer SMs than all, and on all."""
+    sweeps: dict[str, Sweep] = {"gemm": {}, "decode_attention": {}, "prefill_attention": {}}
+    whole = 0
+    for row in rows:
+        if row["kind"] != "solo" or row["drift_ok"] is False or on_unknown_sms(row):
+            continue
+        whole = row["device_sms"]
+        if row["op"].startswith("gemm"):
+            op, shape = "gemm", (row["tokens"], row["columns"], row["inner"])
+        elif row["op"] == "decode_attention":
+            op, shape = row["op"], (row["batch"], row["context_tokens"])
+        elif row["op"] == "prefill_attention" and not row["context_tokens"] and row["batch"] == 1:
+            op, shape = row["op"], (row["tokens"],)
+        else:
+            continue
+        sweeps[op].setdefault(shape, {})[row["sms"]] = row["median_s"]
+    return {op: {s: t for s, t in sorted(found.items()) if whole in t and len(t) > 1} for op, found in sweeps.items()}
+
+
+class KernelsOnSms:
+    """Stretch (seconds over those on all SMs) of the sweep's kernels under trial coefficients: one array operation."""
+
+    def __init__(self, sweeps: Mapping[str, Sweep], device: DeviceModel) -> None:
+        self.n = n = device.num_sms
+        terms: list[tuple[str, tuple[float, int, float], float, int, float]] = []
+        for op, sweep in sweeps.items():
+            for shape, times in sweep.items():
+                term, overhead_s = _terms(op, shape, device)
+                terms += [(op, term, overhead_s, p, s / times[n]) for p, s in sorted(times.items()) if p < n]
+        self.op = np.array([t[0] for t in terms])
+        self.block_s, self.blocks, self.moved_s = (np.array([t[1][i] for t in terms], dtype=float) for i in range(3))
+        self.overhead_s = np.array([t[2] for t in terms])
+        self.sms = np.array([t[3] for t in terms], dtype=float)
+        self.measured = np.array([t[4] for t in terms])
+
+    def seconds(self, sms: Any, axis: Array, waves: bool = True) -> Array:
+        """``axis``: slope, cap, knee, sharpness, and a launch inside the measurement (never shipped)."""
+        slope, cap, knee, sharpness, launch_s = axis
+        share = sms / self.n
+        rate = np.minimum(cap, 1 + slope * (1 - share))
+        rounds = np.ceil(self.blocks / sms) if waves else np.maximum(np.minimum(self.blocks, 1.0), self.blocks / sms)
+        bandwidth = fit.bandwidth_curve(np.asarray(share), knee, sharpness)
+        seconds: Array = np.maximum(rounds * self.block_s / rate, self.moved_s / bandwidth) + self.overhead_s + launch_s
+        return seconds
+
+    def stretch(self, axis: Array, waves: bool = True) -> Array:
+        """Relative to all SMs."""
+        stretch: Array = self.seconds(self.sms, axis, waves) / self.seconds(np.full_like(self.sms, self.n), axis, waves)
+        return stretch
+
+    def fit(self, waves: bool = True) -> Array:
+        """The five of :meth:`seconds`."""
+        if len(self.measured) < 10:
+            raise ProfileError(f"SM axis: {len(self.measured)} rows on fewer SMs than all, at least 10 are needed to fit 5 "
+                               "parameters and test them")
+        # The rate's slope and cap trade places: three starts, the best kept.
+        found = [fit.search(lambda a: np.log(self.stretch(a, waves) / self.measured), (slope, cap, 0.35, 3.0, 1e-5),
+                            (0.0, 1.0, 0.02, 0.5, 0.0), (2.0, 2.0, 1.0, 20.0, 4e-5), (0.005, 0.005, 0.005, 0.05, 2e-7))
+                 for slope, cap in ((0.4, 1.3), (0.6, 1.15), (0.2, 2.0))]
+        return min(found, key=lambda a: round(float(np.mean(np.abs(np.log(self.stretch(a, waves) / self.measured)))), 9))
+
+
+def _terms(op: str, shape: tuple[int, ...], device: DeviceModel) -> tuple[tuple[float, int, float], float]:
+    """(block seconds, blocks, seconds of bytes) and overhead of one kernel, as the device has it."""
+    c, model = device.coefficients, device.model
+    if op == "gemm":
+        return device._gemm_term(work.gemm("g", *shape, model.dtype_bytes)), c.gemm_overhead_s
+    if op == "decode_attention":
+        moved = work.decode_attention(model, shape[0], shape[0] * shape[1]).bytes
+        return ((c.decode_attention_seq_s, device.num_sms * shape[0],
+                 moved / (device.gpu.mem_bytes_per_s * c.decode_attention_bandwidth)), c.decode_attention_overhead_s)
+    step = device.prefill_work([(shape[0], 0)], 1, logits_seqs=0)
+    return step.attention[0], c.prefill_attention_overhead_s
+
+
+def axis_of_kernels(sweeps: Mapping[str, Sweep], device: DeviceModel) -> tuple[dict[str, float], Errors]:
+    """The four coefficients; errors of a fit on every other shape, on the others, with waves and without."""
+    halves = [{op: dict(list(sweep.items())[i::2]) for op, sweep in sweeps.items()} for i in (0, 1)]
+    seen, unseen = (KernelsOnSms(half, device) for half in halves)
+    errors: Errors = {}
+    for label, waves in (("sm_axis_left_out", True), ("sm_axis_left_out_without_waves", False)):
+        off = unseen.stretch(seen.fit(waves), waves)
+        for op in (*sweeps, "all"):
+            keep = (unseen.op == op) | (op == "all")
+            if keep.any():
+                errors[f"{label}:{op}"] = FitError.of(off[keep], unseen.measured[keep]).as_dict()
+    found = KernelsOnSms(sweeps, device).fit()
+    return {name: round(float(x), 6) for name, x in zip(AXIS, found, strict=False)}, errors
+
+
+# --------------------------------------------------------------------------------------------- contention
+
+
+def contention(rows: Sequence[Row], device: DeviceModel) -> tuple[dict[str, Any], Errors]:
+    """``loss`` and D_{p,sl} from co-run rows of whole layers with an idle-lane row each; empty where there are none.
+
+    ``loss`` is what brings the device's slow-downs (s, see :mod:`bullet.devices.fitted`) nearest to the measured ones. D_{p,sl}
+    is given as the share of its own bandwidth that decode attains beside an sl-token prefill, over rows that bytes bind.
+    """
+    pairs = []
+    for row in rows:
+        # Without a split both share all SMs, and how they do is another question than what memory costs.
+        if row["kind"] == "corun" and row["slowdown"] and row["drift_ok"] is not False and row["split_prefill_sms"] and (
+                row["partition"] != "unproven" and {row["op"], row["corunner"]} == {"prefill_layer", "decode_layer"}):
+            pairs.append(row)
+    if not pairs:
+        return {}, {}
+    if len(pairs) < 4:
+        raise ProfileError(f"contention: {len(pairs)} co-run rows with a slow-down, at least 4 are needed to fit the loss")
+    measured = np.array([row["slowdown"] for row in pairs])
+    steps = [(_layer(device, row, ""), _layer(device, row, "corunner_")) for row in pairs]
+
+    def slowdowns(loss: float) -> Array:
+        device.loss = loss
+        out = []
+        for row, (own, other) in zip(pairs, steps, strict=True):
+            if row["op"] == "decode_layer":
+                together = device.corun_seconds(other, row["corunner_sms"], own, row["sms"])[1]
+            else:
+                together = device.corun_seconds(own, row["sms"], other, row["corunner_sms"])[0]
+            out.append(together / device.solo_seconds(own, row["sms"]))
+        return np.array(out)
+
+    before = device.loss
+    try:
+        odd = np.arange(len(pairs)) % 2 == 1
+        trial = _least_loss(lambda loss: float(np.mean(np.abs(np.log(slowdowns(loss) / measured))[~odd])))
+        errors = {"slowdown_left_out": FitError.of(slowdowns(trial)[odd], measured[odd]).as_dict()}
+        loss = _least_loss(lambda loss: float(np.mean(np.abs(np.log(slowdowns(loss) / measured)))))
+    finally:
+        device.loss = before
+    attained: dict[tuple[int, int], list[float]] = {}
+    for row in pairs:
+        if row["op"] == "decode_layer" and row["batch"] <= 64:
+            attained.setdefault((row["corunner_tokens"], row["sms"]), []).append(1 / row["slowdown"])
+    shares: dict[str, dict[str, float]] = {}
+    for (tokens, sms), values in sorted(attained.items()):
+        shares.setdefault(str(tokens), {})[str(sms)] = round(statistics.median(values), 4)
+    return {"contention_loss": round(loss, 4), "attained_bandwidth_share": shares}, errors
+
+
+def _layer(device: DeviceModel, row: Row, prefix: str) -> Any:
+    op = row["corunner"] if prefix else row["op"]
+    tokens, batch, context = (row[f"{prefix}{name}"] for name in ("tokens", "batch", "context_tokens"))
+    if op == "decode_layer":
+        return device.hybrid_work((), batch, batch * context, logits_seqs=0, layers=1)
+    return device.prefill_work([(tokens // batch, context)] * batch, 1, logits_seqs=0)
+
+
+def _least_loss(cost: Any) -> float:
+    """Golden section on [0, 1]: bounded, without derivatives, the same each time."""
+    low, high, ratio = 0.0, 1.0, (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    cost_a, cost_b = cost(a), cost(b)
+    for _ in range(24):
+        if cost_a <= cost_b:
+            high, b, cost_b = b, a, cost_a
+            a = high - ratio * (high - low)
+            cost_a = cost(a)
+        else:
+            low, a, cost_a = a, b, cost_b
+            b = low + ratio * (high - low)
+            cost_b = cost(b)
+    return (low + high) / 2

@@ -1,0 +1,1 @@
+"""Run folders, metrics, tables, plots, timeline, page."""

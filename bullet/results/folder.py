@@ -1,0 +1,284 @@
+"""One folder a run: rows as they come, merged at the end, nothing overwritten, nothing lost.
+
+``config.toml`` (resolved), ``requests.parquet``, ``steps.parquet``, ``summary.json``; ``timing.json`` (wall-clock figures:
+the one file that differs between equal runs). While a run goes on rows go to numbered part files; closing merges them
+through a temporary file and a rename. An interrupted run keeps its rows, and its summary says ``"complete": false``; so
+does, from the first moment, that of a run that is killed outright. docs/results.md describes the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet.config import RunConfig, load_run_config, to_toml
+from bullet.errors import ResultsError
+from bullet.files import _replace, cannot_write, create_folder, write_json, write_text
+from bullet.results.columns import REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable, Table
+from bullet.signals import undisturbed
+
+PART_ROWS = 16384
+"""Rows that are held in memory before they go to a part file: 6 MB; a killed run loses no more than these."""
+
+
+def _arrow(table: Table, metadata: Mapping[str, str]) -> Any:
+    import pyarrow as pa
+
+    arrays, fields = [], []
+    for name, kind in table.columns.items():
+        values = table[name]
+        if kind == "str":
+            # Names repeat: a dictionary of the few, codes for the many. Built by hand: handing lists to pyarrow would
+            # import pandas where it is installed.
+            texts = values.tolist()
+            known = {text: i for i, text in enumerate(sorted(set(texts)))}
+            codes = np.fromiter(map(known.__getitem__, texts), dtype=np.int32, count=len(texts))
+            array = pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(list(known), type=pa.string()))
+        elif kind == "f8":
+            array = pa.array(values, mask=np.isnan(values))
+        else:
+            array = pa.array(values)
+        arrays.append(array)
+        fields.append(pa.field(name, array.type))
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=dict(metadata)))
+
+
+def write_parquet(path: Path, table: Table, metadata: Mapping[str, str]) -> None:
+    """Write through a temporary file, so that a reader never sees half a table. Equal rows and metadata, equal bytes.
+
+    ``metadata``: at least ``source`` (simulated, measured). :class:`ResultsError` if it cannot be written.
+    """
+    import pyarrow.parquet as pq
+
+    temporary = path.with_suffix(".tmp")
+    try:
+        # Dictionaries of numbers nearly all different, and statistics of one row group, cost three quarters of the time
+        # and make the file larger.
+        pq.write_table(_arrow(table, metadata), temporary, compression="zstd", row_group_size=1 << 20, write_statistics=False,
+                       use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
+        _replace(temporary, path)
+    except OSError as exc:
+        raise cannot_write(path, exc, temporary) from None
+
+
+class RunWriter:
+    """Takes a run's rows. ``close`` ends a whole run, ``abort`` one that was stopped.
+
+    As a context manager it aborts by itself if the block is left, by whatever exception, before ``close``; if that comes
+    before ``resolved``, when nothing has run, it leaves no trace. Raises :class:`ResultsError` if ``folder`` exists and is
+    not empty, or cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, source: str = "simulated", part_rows: int = PART_ROWS) -> None:
+        self._made = create_folder(folder)
+        self._resolved = False
+        self.folder = folder
+        self.source = source
+        self.part_rows = part_rows
+        self.metadata = {"source": source}
+        self.ended = False
+        self._parts = folder / "parts"
+        self._parts.mkdir()
+        self._cells: dict[type[Table], list[Any]] = {StepTable: [], RequestTable: []}
+        # The outcome needs every row in the end: columns stay in memory (130 bytes a step) and are not read back.
+        self._flushed: dict[type[Table], list[Table]] = {StepTable: [], RequestTable: []}
+        self._step_cells, self._request_cells = self._cells[StepTable], self._cells[RequestTable]
+        self._step_limit = part_rows * len(STEP_COLUMNS)
+        self._offered: int | None = None
+        self._stopping = self._merged = False
+        self._tables: tuple[StepTable, RequestTable] | None = None
+        self._say_incomplete("still running, or killed; rows that were written are in parts/", {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        if self.ended:
+            return
+        if exc is not None and not (self._resolved or any(self._cells.values()) or any(self._flushed.values())):
+            self._undo()
+            return
+        if exc is None:
+            self.abort("left before its end")
+            return
+        why = "interrupted" if isinstance(exc, KeyboardInterrupt) else f"{type(exc).__name__}: {exc}"
+        try:
+            with undisturbed():
+                self.abort(why)
+        except ResultsError:
+            # A full disk stopped the run and stops this too: the part files stay, and the first error is the one to tell.
+            return
+
+    def _undo(self) -> None:
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody else's files are in there by now
+            self._parts.rmdir()
+            if self._made:
+                self.folder.rmdir()
+
+    def resolved(self, config: RunConfig, offered: int | None = None) -> None:
+        """Store the configuration as it will be run; its hardware, model and policy go into the tables' metadata.
+
+        ``offered``: how many requests there are, so that those without a row count as unfinished if the run is stopped.
+        """
+        self._resolved, self._offered = True, offered
+        write_text(self.folder / "config.toml", to_toml(config))
+        self.metadata |= {"gpu": config.device.gpu, "model": config.device.model, "policy": config.policy.name}
+
+    def step(self, row: tuple[Any, ...]) -> None:
+        """A row of ``STEP_COLUMNS``. Raises ``KeyboardInterrupt``, the row kept, once ``request_stop`` was called."""
+        cells = self._step_cells
+        cells.extend(row)
+        if len(cells) >= self._step_limit:
+            if len(cells) >= self.part_rows * len(STEP_COLUMNS):
+                self._flush(StepTable)
+            if self._stopping:
+                raise KeyboardInterrupt
+
+    def request(self, row: tuple[Any, ...]) -> None:
+        """A row of ``REQUEST_COLUMNS``."""
+        cells = self._request_cells
+        cells.extend(row)
+        if len(cells) >= self.part_rows * len(REQUEST_COLUMNS):
+            self._flush(RequestTable)
+
+    def request_stop(self) -> None:
+        """Stop the run at its next step; safe to call from a signal handler.
+
+        An exception raised by the handler itself could strike between a state change and its row, and a request would
+        vanish from the account.
+        """
+        self._stopping = True
+        self._step_limit = 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether ``request_stop`` was called."""
+        return self._stopping
+
+    def _flush(self, cls: type[Table]) -> None:
+        cells, flushed = self._cells[cls], self._flushed[cls]
+        table = cls.from_cells(cells)
+        write_parquet(self._part(cls, len(flushed)), table, self.metadata)
+        flushed.append(table)
+        cells.clear()
+
+    def _part(self, cls: type[Table], number: int) -> Path:
+        return self._parts / f"{_stem(cls)}-{number:05d}.parquet"
+
+    def tables(self) -> tuple[StepTable, RequestTable]:
+        """All rows so far."""
+        if self._tables is None:
+            steps, requests = (cls.concatenate([*self._flushed[cls], cls.from_cells(cells)])
+                               for cls, cells in self._cells.items())
+            self._tables = (steps, requests)
+        return self._tables
+
+    def _merge(self) -> None:
+        for table in self.tables():
+            write_parquet(self.folder / f"{_stem(type(table))}.parquet", table, self.metadata)
+        self._merged = True
+        try:
+            for cls, flushed in self._flushed.items():
+                for number in range(len(flushed)):
+                    self._part(cls, number).unlink()
+            self._parts.rmdir()
+        except OSError as exc:
+            raise cannot_write(self._parts, exc) from None
+
+    def _say_incomplete(self, why: str, counts: Mapping[str, Any]) -> None:
+        write_json(self.folder / "summary.json", {"complete": False, "why": why, "source": self.source, **counts})
+
+    def close(self, outcome: RunOutcome, summary: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
+        """Merge the parts; write summary and timing. :class:`ResultsError` if that fails: the parts stay."""
+        if "source" in outcome.device:
+            self.metadata["device_source"] = str(outcome.device["source"])
+        self._merge()
+        write_json(self.folder / "timing.json", timing)
+        write_json(self.folder / "summary.json", {"complete": True, **summary})
+        self.ended = True
+
+    def abort(self, why: str) -> dict[str, int]:
+        """Keep what there is, and say that it is not all. Returns requests offered, finished, rejected, unfinished."""
+        if not self._merged:
+            self._tables = None
+            self._merge()
+        status = self.tables()[1]["status"].tolist()
+        finished, rejected = status.count("finished"), status.count("rejected")
+        offered = max(len(status), self._offered or 0)
+        counts = {"offered": offered, "finished": finished, "rejected": rejected, "unfinished": offered - finished - rejected}
+        self._say_incomplete(why, counts)
+        self.ended = True
+        return counts
+
+
+def _stem(cls: type[Table]) -> str:
+    return "steps" if cls is StepTable else "requests"
+
+
+def read_table(path: Path, cls: type[Table]) -> Any:
+    """Read a results file back; :class:`ResultsError` names it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise ResultsError(f"{path}: no such file")
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as exc:
+        raise ResultsError(f"{path}: cannot be read as parquet ({exc})") from None
+    missing = [name for name in cls.columns if name not in table.column_names]
+    if missing:
+        raise ResultsError(f"{path}: not a results file of this version: no column {', '.join(missing)}")
+    try:
+        return cls({name: _column(table.column(name), kind) for name, kind in cls.columns.items()})
+    except (AttributeError, TypeError, ValueError, pa.ArrowException) as exc:
+        raise ResultsError(f"{path}: a column is not of the type it should be ({exc})") from None
+
+
+def _column(chunks: Any, kind: str) -> NDArray[Any]:
+    column = chunks.combine_chunks()
+    if kind != "str":
+        values: NDArray[Any] = column.to_numpy(zero_copy_only=False).astype(kind)
+        return values
+    names = np.array(column.dictionary.to_pylist(), dtype=object)
+    codes = column.indices.to_numpy(zero_copy_only=False)
+    return names[codes] if len(codes) else np.empty(0, dtype=object)
+
+
+class StoredRun(NamedTuple):
+    """A results folder read back. ``summary["complete"]`` is false for a run that was stopped."""
+
+    config: RunConfig
+    summary: dict[str, Any]
+    steps: StepTable
+    requests: RequestTable
+
+
+def load_run(folder: Path) -> StoredRun:
+    """Read a results folder; of a killed run, what is in its part files. :class:`ResultsError` names what is amiss."""
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ResultsError(f"{path}: cannot be read ({exc.strerror}): is {folder} the folder of one run?") from None
+    except ValueError as exc:
+        raise ResultsError(f"{path}: is not JSON ({exc})") from None
+    if not isinstance(summary, dict) or "complete" not in summary:
+        raise ResultsError(f"{path}: is not the summary of a run: it has no \"complete\"")
+    steps, requests = (_stored(folder, cls) for cls in (StepTable, RequestTable))
+    return StoredRun(load_run_config(folder / "config.toml"), summary, steps, requests)
+
+
+def _stored(folder: Path, cls: type[Table]) -> Any:
+    whole, parts = folder / f"{_stem(cls)}.parquet", folder / "parts"
+    if whole.exists() or not parts.is_dir():
+        return read_table(whole, cls)
+    return cls.concatenate([read_table(path, cls) for path in sorted(parts.glob(f"{_stem(cls)}-*.parquet"))])

@@ -1,0 +1,86 @@
+"""The HTML page of a run and of a comparison."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bullet.files import write_text
+from bullet.results.columns import RunOutcome
+from bullet.results.plots import plot_cdfs, plot_comparison, plot_sm_share
+from bullet.results.tables import TABLE, _cell, _notes, _plain, headline, label
+from bullet.results.timeline import write_perfetto
+
+# ------------------------------------------------------------------------------------------------- HTML
+
+_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body{{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}}
+h1{{font-size:1.4em}}h2{{font-size:1.1em;margin-top:2em}}table{{border-collapse:collapse;font-size:13px}}
+td,th{{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}}td:first-child,th:first-child{{text-align:left}}
+img{{max-width:100%}}pre{{background:#f6f6f6;padding:1em;overflow:auto;font-size:12px}}.source{{color:#a33}}</style></head><body>
+<h1>{title}</h1><p class="source">{headline}</p>{body}</body></html>
+"""
+
+
+def _rows_of(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Every figure of a summary as text, nested ones by dotted name."""
+    rows: dict[str, str] = {}
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            rows |= {f"{key}.{inner}": text for inner, text in _rows_of(value).items()}
+        else:
+            # Four digits, but never as 1.4e+04: a reader compares rows.
+            digits = ",.0f" if isinstance(value, float) and abs(value) >= 1000 else ".4g"
+            rows[key] = format(value, digits) if isinstance(value, float) else "-" if value is None else str(value)
+    return rows
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    return f"<table><thead>{row(head, 'th')}</thead><tbody>{''.join(row(r, 'td') for r in rows)}</tbody></table>"
+
+
+def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], pictures: Sequence[tuple[str, Path]],
+               config_toml: str) -> None:
+    """One self-contained file: table, plots with their captions, every figure, configuration."""
+    head = ["system", *(f"{group} {name}".strip() for group, name, _, _ in TABLE)]
+    parts = [_html_table(head, [[label(s), *(_cell(s[key], form) for _, _, key, form in TABLE)] for s in summaries]),
+             f"<p>{html.escape(' '.join(_notes(summaries)))}</p>"]
+    for caption, picture in pictures:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        text = html.escape(caption)
+        parts.append(f'<h2>{text}</h2><img alt="{text}" src="data:image/png;base64,{data}">')
+    figures = [_rows_of(s) for s in summaries]
+    keys = dict.fromkeys(key for rows in figures for key in rows)
+    parts.append("<h2>Every figure</h2>" + _html_table(["", *map(label, summaries)],
+                                                       [[key, *(rows.get(key, "-") for rows in figures)] for key in keys]))
+    whose = "" if len(summaries) == 1 else f" of {label(summaries[0])} (the others' policies: config.toml in their folders)"
+    parts.append(f"<h2>Configuration{html.escape(whose)}</h2><pre>{html.escape(config_toml)}</pre>")
+    write_text(path, _PAGE.format(title=html.escape(title), headline=html.escape(headline(summaries[0])), body="".join(parts)))
+
+
+def write_run_report(folder: Path, outcome: RunOutcome, summary: Mapping[str, Any], config_toml: str) -> None:
+    """Plots, Perfetto trace and HTML of one run."""
+    cdf, share = folder / "plots" / "latency_cdf.png", folder / "plots" / "sm_share.png"
+    plot_cdfs([outcome], [summary], cdf)
+    plot_sm_share(outcome, summary, share)
+    write_perfetto(outcome, folder / "trace.json")
+    write_html(folder / "report.html", f"{label(summary)} on {_plain(summary['trace'])}", [summary],
+               [("TTFT and TPOT", cdf), ("SMs over time", share)], config_toml)
+
+
+def write_comparison_report(folder: Path, outcomes: Sequence[RunOutcome], summaries: Sequence[Mapping[str, Any]],
+                            run_folders: Sequence[Path], config_toml: str) -> None:
+    """Plots and HTML of a comparison; ``run_folders``: the runs', each with its own report already written."""
+    bars, cdf = folder / "plots" / "comparison.png", folder / "plots" / "latency_cdf.png"
+    plot_comparison(summaries, bars)
+    plot_cdfs(outcomes, summaries, cdf)
+    shares = [(f"SMs over time: {label(summary)}", run / "plots" / "sm_share.png")
+              for summary, run in zip(summaries, run_folders, strict=True)]
+    write_html(folder / "report.html", f"{len(summaries)} systems on {_plain(summaries[0]['trace'])}", summaries,
+               [("Comparison", bars), ("TTFT and TPOT", cdf), *shares], config_toml)

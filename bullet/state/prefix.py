@@ -1,0 +1,305 @@
+"""KV blocks with identity: shared prefixes, and requests whose next token is still in flight.
+
+:mod:`bullet.state` counts blocks, which is enough as long as no two requests share one. Here each block is known by name,
+as in vLLM V1 (``v1/core/block_pool.py``, ``kv_cache_manager.py``):
+
+- Free blocks form a queue. New blocks come from its head; a request's blocks return to its tail, last block first, so that
+  the ends of prompts are lost before their beginnings.
+- A full block is entered in the cache when the tokens that fill it are scheduled, under a key that stands for its whole
+  prefix. It keeps the key after it is freed, until it is handed out anew.
+- A request that is admitted takes over the longest run of cached blocks that its known tokens begin with, short of the last
+  token, which must be computed to have its logits. Such a hit on a free block takes that block out of the queue: it costs
+  free capacity like a new one. A hit on a referenced block costs nothing.
+
+:class:`PagedState` holds what the engine's scheduler holds, in its terms. ``running`` is one list in order of admission.
+With two steps in flight, a request's ``computed_tokens`` runs ahead of the tokens delivered: it counts what has been
+scheduled, and ``unknown`` counts the tokens that steps in flight are about to deliver.
+
+    known = prompt + generated       lacking = known + unknown - computed      gives a token when lacking falls to 0
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bullet.config import KV_BLOCK_TOKENS
+from bullet.errors import TraceError
+from bullet.state.decisions import HybridStep, Partition, SplitTable
+from bullet.state.kv import KvCache
+from bullet.state.requests import HYBRID, Phase, Request
+from bullet.state.system import InFlight, SystemState
+
+SharedPrefixes = Mapping[int, tuple[int, int]]
+"""request id -> (an earlier request, how many full blocks both prompts begin with)."""
+Key = tuple[int, int]
+"""A block's content with all before it: (the first request that had it, block index)."""
+
+
+class Paging(NamedTuple):
+    """How a policy wants blocks and steps handled; a policy without one gets the counted cache and one step in flight.
+
+    ``reserve``: a request takes the blocks of all its known tokens when admitted, else step by step. ``resume_back``:
+    preempted requests return to the back of the queue instead of its front. ``steps_in_flight``: 1, or 2 (the next step is
+    decided while one still runs).
+    """
+
+    prefix_cache: bool
+    reserve: bool
+    resume_back: bool
+    steps_in_flight: int
+
+
+def check_prefixes(shared: SharedPrefixes, prompt_tokens: Sequence[int], where: str,
+                   block_tokens: int = KV_BLOCK_TOKENS) -> None:
+    """Refuse sharing that cannot be: an unknown donor, or more blocks than the two prompts have."""
+    for request, (donor, blocks) in shared.items():
+        if not (0 <= donor < len(prompt_tokens) and 0 <= request < len(prompt_tokens) and donor != request):
+            raise TraceError(f"{where}: request {request} shares a prefix with request {donor}: both must be among 0 to "
+                             f"{len(prompt_tokens) - 1}, and differ")
+        most = min(prompt_tokens[request], prompt_tokens[donor]) // block_tokens
+        if not 0 < blocks <= most:
+            raise TraceError(f"{where}: requests {request} and {donor} share {blocks} blocks: must be 1 to {most}")
+
+
+class PrefixKvCache(KvCache):
+    """Blocks ``1 .. total``. Free + referenced = all; cached blocks may be either."""
+
+    __slots__ = ("_cached", "_entered", "_free", "_key", "_references", "_shared", "caching", "tables")
+
+    def __init__(self, total_blocks: int, shared: SharedPrefixes | None = None, *, caching: bool = True,
+                 block_tokens: int = KV_BLOCK_TOKENS) -> None:
+        super().__init__(total_blocks, block_tokens)
+        self.caching = caching
+        #: request id -> its blocks, in order of its tokens
+        self.tables: dict[int, list[int]] = {}
+        self._shared = dict(shared or {})
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, total_blocks + 1))
+        self._references = [0] * (total_blocks + 1)
+        self._key: list[Key | None] = [None] * (total_blocks + 1)
+        # Blocks that hold a key's content, oldest first: the first is the one that is hit.
+        self._cached: dict[Key, tuple[int, ...]] = {}
+        self._entered: dict[int, int] = {}  # request id -> how many of its blocks are in the cache
+
+    def copy(self) -> PrefixKvCache:
+        """A copy to plan on."""
+        other = PrefixKvCache.__new__(PrefixKvCache)
+        other.total_blocks, other.block_tokens, other.caching = self.total_blocks, self.block_tokens, self.caching
+        other.free_blocks, other.peak_blocks = self.free_blocks, self.peak_blocks
+        other.tables = {i: table.copy() for i, table in self.tables.items()}
+        other._shared = self._shared
+        other._free, other._references, other._key = self._free.copy(), self._references.copy(), self._key.copy()
+        other._cached, other._entered = self._cached.copy(), self._entered.copy()
+        return other
+
+    def key(self, request_id: int, index: int) -> Key:
+        """Content of a request's block: an earlier request's where the prompts agree that far."""
+        shared = self._shared.get(request_id)
+        while shared is not None and index < shared[1]:
+            request_id = shared[0]
+            shared = self._shared.get(request_id)
+        return request_id, index
+
+    # ---- questions -------------------------------------------------------------------------------
+
+    def hits(self, request: Request) -> list[int]:
+        """Cached blocks that the request would take over; at least its last known token is left to compute."""
+        found: list[int] = []
+        if self.caching:
+            for index in range((request.known_tokens - 1) // self.block_tokens):
+                blocks = self._cached.get(self.key(request.id, index))
+                if blocks is None:
+                    break
+                found.append(blocks[0])
+        return found
+
+    def cost(self, hits: Sequence[int], tokens: int) -> int:
+        """Free blocks that admitting a request with room for ``tokens`` takes: new ones, and hits that are free now."""
+        return self.blocks_for(tokens) - len(hits) + sum(self._references[block] == 0 for block in hits)
+
+    # ---- changes ---------------------------------------------------------------------------------
+
+    def admit(self, request: Request, hits: Sequence[int], room_tokens: int, computed_tokens: int) -> bool:
+        """Take over ``hits`` and new blocks up to ``room_tokens``; nothing if too few are free."""
+        if self.cost(hits, room_tokens) > self.free_blocks:
+            return False
+        assert request.id not in self.tables, f"{request} holds blocks already"
+        for block in hits:
+            if self._references[block] == 0:
+                del self._free[block]
+                self.take(1)
+            self._references[block] += 1
+        self.tables[request.id] = list(hits)
+        self._entered[request.id] = len(hits)
+        grown = self.extend(request, room_tokens, computed_tokens)
+        assert grown, f"{request}: blocks were counted and then not found"
+        return True
+
+    def extend(self, request: Request, room_tokens: int, computed_tokens: int) -> bool:
+        """Room for ``room_tokens`` in all; nothing if too few blocks are free. Blocks full of known tokens are cached."""
+        table, size = self.tables[request.id], self.block_tokens
+        lacking = -(-room_tokens // size) - len(table)
+        if lacking > 0:
+            if lacking > self.free_blocks:
+                return False
+            for _ in range(lacking):
+                block, _ = self._free.popitem(last=False)
+                self._forget(block)
+                self._references[block] = 1
+                table.append(block)
+            self.take(lacking)
+        if self.caching:
+            known = request.known_tokens
+            full = (computed_tokens if computed_tokens < known else known) // size
+            entered = self._entered[request.id]
+            if full > entered:  # most tokens fill no block
+                for index in range(entered, full):
+                    key, block = self.key(request.id, index), table[index]
+                    self._key[block] = key
+                    self._cached[key] = (*self._cached.get(key, ()), block)
+                self._entered[request.id] = full
+        return True
+
+    def free(self, request: Request) -> None:
+        """Give back a request's blocks, last first; one that others hold stays referenced."""
+        for block in reversed(self.tables.pop(request.id)):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                self.give_back(1)
+        del self._entered[request.id]
+
+    def _forget(self, block: int) -> None:
+        """A block is handed out anew: whatever it held is no longer cached there."""
+        key = self._key[block]
+        if key is None:
+            return
+        self._key[block] = None
+        left = tuple(b for b in self._cached[key] if b != block)
+        if left:
+            self._cached[key] = left
+        else:
+            del self._cached[key]
+
+    def check(self) -> None:
+        """I4 with shared blocks, the slow way."""
+        held = [0] * (self.total_blocks + 1)
+        for table in self.tables.values():
+            for block in table:
+                held[block] += 1
+        assert held == self._references, "references differ from the tables"
+        assert len(self._free) == self.free_blocks == sum(count == 0 for count in held[1:]), (
+            f"I4: {len(self._free)} in the free queue, {self.free_blocks} counted, of {self.total_blocks} blocks")
+        assert all(held[block] == 0 for block in self._free)
+        for key, blocks in self._cached.items():
+            assert all(self._key[block] == key for block in blocks), key
+
+
+class PagedState(SystemState):
+    """The engine's queues: ``queue`` and ``running``. ``decode``, ``chunked``, ``prefill`` and ``ready`` stay empty.
+
+    ``ending``: requests whose last token is in flight; they are scheduled no more. (The engine knows: clients announce
+    when to stop. A policy learns it no sooner.)
+    """
+
+    def __init__(self, splits: SplitTable, kv: PrefixKvCache, num_layers: int, initial: Partition, paging: Paging) -> None:
+        super().__init__(splits, kv, num_layers, initial)
+        self.blocks = kv
+        self.paging = paging
+        self.running: list[Request] = []
+        self.ending: set[int] = set()
+        self.unknown: dict[int, int] = {}
+
+    # ---- questions -------------------------------------------------------------------------------
+
+    def lacking(self, request: Request) -> int:
+        """Tokens of a running request that no step has been scheduled for; 1 for one that decodes."""
+        return request.known_tokens + self.unknown[request.id] - request.computed_tokens
+
+    def room(self, request: Request, computed_tokens: int) -> int:
+        """Tokens to have room for when a request is admitted to compute up to ``computed_tokens``."""
+        return request.known_tokens if self.paging.reserve else computed_tokens
+
+    # ---- transitions: drivers only ---------------------------------------------------------------
+
+    def begin_paged(self, step: HybridStep, now_s: float) -> list[tuple[Request, bool]]:
+        """Carry out what a step says of blocks and queues; its requests in order, and whether each gets a token by it.
+
+        Victims go first: they only append to the free queue, so which blocks the others get does not depend on it.
+        """
+        for victim in step.preempt:
+            request = self.running.pop()
+            assert request.id == victim, f"{request} is the tail of running, not {victim}"
+            self.blocks.free(request)
+            request.phase = Phase.WAITING
+            request.computed_tokens = 0
+            request.preemptions += 1
+            request.queued_s = now_s
+            if self.paging.resume_back:
+                self.queue.append(request)
+            else:
+                self.queue.push_front(request)
+        running = {request.id: request for request in self.running}
+        unknown, blocks = self.unknown, self.blocks
+        served: list[tuple[Request, bool]] = []
+        for request_id, new, past in step.chunks:
+            found = running.get(request_id)
+            if found is not None:
+                request = found
+                assert request.computed_tokens == past, f"{request}: a chunk starts at {past}"
+                fits = blocks.extend(request, past + new, past + new)
+            else:
+                request = self._take_in(request_id, now_s)
+                hits = blocks.hits(request)
+                assert len(hits) * blocks.block_tokens == past, f"{request}: {len(hits)} blocks hit, {past} tokens said"
+                fits = blocks.admit(request, hits, self.room(request, past + new), past + new)
+            assert fits, f"{request}: no blocks for {new} tokens after {past}"
+            lacking = request.known_tokens + unknown[request_id] - past - new
+            assert new > 0 <= lacking, f"{request}: {new} tokens after {past}"
+            request.computed_tokens = past + new
+            if lacking == 0:
+                unknown[request_id] += 1
+            served.append((request, lacking == 0))
+        assert served, f"{step}: an empty batch"
+        self.in_flight[HYBRID] = InFlight(step, now_s)
+        return served
+
+    def _take_in(self, request_id: int, now_s: float) -> Request:
+        request = self.queue.remove(request_id)
+        assert self.unknown.setdefault(request_id, 0) == 0, f"{request} still has a token in flight"
+        request.phase = Phase.DECODE
+        if request.admitted_s is None:
+            request.admitted_s = now_s
+        self.running.append(request)
+        return request
+
+    def deliver(self, request: Request, now_s: float) -> None:
+        """A step ended that gives this request a token; it may have been preempted since."""
+        self.unknown[request.id] -= 1
+        request.generated += 1
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        if request.phase is Phase.WAITING:
+            self.queue.refresh(request)
+
+    def finish(self, request: Request) -> None:
+        """It has all its tokens: out of ``running``, or out of the queue if it was preempted meanwhile."""
+        if request.phase is Phase.WAITING:
+            self.queue.remove(request.id)
+        else:
+            self.running.remove(request)
+            self.blocks.free(request)
+        self.ending.discard(request.id)
+        del self.unknown[request.id]
+        request.phase = Phase.FINISHED
+
+    def check(self) -> None:
+        """Blocks, and the arithmetic of tokens."""
+        self.blocks.check()
+        assert set(self.blocks.tables) == {request.id for request in self.running}
+        for request in self.running:
+            held = len(self.blocks.tables[request.id])
+            assert held >= self.blocks.blocks_for(request.computed_tokens), f"{request} holds {held} blocks"
+            assert self.lacking(request) >= 0, request
+        assert all(request.computed_tokens == 0 for request in self.queue)

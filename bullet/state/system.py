@@ -1,0 +1,403 @@
+"""What a policy may know, and the only legal transitions.
+
+A policy reads :class:`SystemState` and returns a step; a driver (simulated or real) carries the step out through
+``begin_*`` and ``finish_*``. True output lengths are not here: drivers keep them and say which requests finished.
+
+Cost does not grow with tokens: a decode iteration over n requests moves one counter. A request in the batch is
+described relative to that counter (``iteration``), so nothing is touched until it joins or leaves::
+
+    tokens in the KV cache = cached at joining    + (iteration - iteration at joining)
+    tokens generated       = generated at joining + (iteration - iteration at joining)
+
+and it needs a fresh KV block in the iterations congruent to one residue of the block size, so a histogram of
+residues tells how many blocks the next iteration takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet.config import KV_BLOCK_TOKENS
+from bullet.state.decisions import DecodeStep, HybridStep, Partition, PrefillStep, Published, SplitTable, Step
+from bullet.state.kv import KvCache
+from bullet.state.requests import DECODE, HYBRID, PREFILL, Phase, Request, WaitingQueue, _Column
+
+
+class InFlight:
+    """A step that a lane is executing: it keeps the SMs it was launched with."""
+
+    __slots__ = ("start_s", "step")
+
+    def __init__(self, step: Step, start_s: float) -> None:
+        self.step = step
+        self.start_s = start_s
+
+    def remaining_s(self, now_s: float) -> float:
+        """Predicted seconds left, 0 if overdue or never predicted."""
+        predicted = self.step.predicted_s
+        if predicted is None:
+            return 0.0
+        left = self.start_s + predicted - now_s
+        return left if left > 0.0 else 0.0
+
+
+class PrefillBatch:
+    """Whole prompts that go through the layers together; fixed until the last layer."""
+
+    __slots__ = ("deadline_s", "layers_done", "layers_left", "num_layers", "requests", "tokens", "total_tokens")
+
+    def __init__(self, requests: tuple[Request, ...], num_layers: int) -> None:
+        self.requests = requests
+        self.tokens = tuple(r.known_tokens for r in requests)
+        self.total_tokens = sum(self.tokens)
+        self.num_layers = num_layers
+        #: Layers that ended, and layers still to end (those in flight are among these).
+        self.layers_done, self.layers_left = 0, num_layers
+        #: Latest finish at which every request still meets its TTFT SLO; a request that already has its first
+        #: token (recomputed after preemption) has no TTFT left to miss.
+        self.deadline_s = min((r.arrival_s + r.ttft_slo_s for r in requests if r.first_token_s is None),
+                              default=float("inf"))
+
+    def advance(self, layers: int) -> None:
+        """Layers ended."""
+        self.layers_done += layers
+        self.layers_left -= layers
+
+
+CHANGES_KEPT = 16
+"""Joins and leaves that a decode batch remembers: who follows them step by step is seldom further behind."""
+
+
+class DecodeBatch:
+    """Requests that gain a token each iteration, in order of admission (see the module's text for the arithmetic)."""
+
+    __slots__ = ("_first_token_s", "_generated_offset", "_slots", "block_tokens", "changes", "context_tokens", "iteration",
+                 "requests", "residues", "size", "version")
+
+    def __init__(self, block_tokens: int = KV_BLOCK_TOKENS) -> None:
+        self.requests: dict[int, Request] = {}
+        self.size = 0  # len(requests), which is asked several times a step
+        self.iteration = 0
+        self.version = 0
+        #: The last joins (True) and leaves, one for each step of ``version``: a request's entries in the columns below.
+        self.changes: deque[tuple[float, int, bool]] = deque(maxlen=CHANGES_KEPT)
+        self.block_tokens = block_tokens
+        self.residues = [0] * block_tokens
+        #: Tokens that the next iteration attends to, its new ones included, over the batch.
+        self.context_tokens = 0
+        self._first_token_s, self._generated_offset = _Column(), _Column()
+        self._slots: list[Request] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in the KV cache over the batch, between iterations."""
+        return self.context_tokens - self.size
+
+    @property
+    def growth_blocks(self) -> int:
+        """Fresh KV blocks that the next iteration needs."""
+        return self.residues[self.iteration % self.block_tokens]
+
+    @property
+    def first_token_s(self) -> NDArray[np.float64]:
+        """First-token times, shape (len,), in slot order."""
+        return self._first_token_s.view[: self.size]
+
+    @property
+    def generated_offset(self) -> NDArray[np.float64]:
+        """Tokens generated less ``iteration``, shape (len,), in slot order; constant while a request stays."""
+        return self._generated_offset.view[: self.size]
+
+    def cached(self, request: Request) -> int:
+        """Tokens of one request in the KV cache, between iterations."""
+        return request.join_tokens + self.iteration - request.join_iteration
+
+    def generated(self, request: Request) -> int:
+        """Tokens that one request has generated so far."""
+        return request.generated + self.iteration - request.join_iteration
+
+    def needs_block(self, request: Request) -> bool:
+        """Whether the next iteration needs a fresh block for this request."""
+        return self.cached(request) % self.block_tokens == 0
+
+    def advance(self) -> None:
+        """An iteration ended: every request has one more token."""
+        self.iteration += 1
+        self.context_tokens += self.size
+
+    def join(self, request: Request) -> None:
+        """Add a prefilled request: its KV holds all known tokens but the newest."""
+        assert request.first_token_s is not None, request
+        cached = request.prompt_tokens + request.generated - 1
+        request.phase = Phase.DECODE
+        request.join_iteration = self.iteration
+        request.join_tokens = cached
+        self.requests[request.id] = request
+        self.size += 1
+        self.context_tokens += cached + 1
+        self.residues[(self.iteration - cached) % self.block_tokens] += 1
+        slot = request.slot = len(self._slots)
+        self._slots.append(request)
+        self._first_token_s.set(slot, request.first_token_s)
+        offset = request.generated - self.iteration
+        self._generated_offset.set(slot, offset)
+        self.changes.append((request.first_token_s, offset, True))
+        self.version += 1
+
+    def leave(self, request: Request) -> int:
+        """Take a request out between iterations; returns the tokens it holds in the KV cache."""
+        gained = self.iteration - request.join_iteration
+        cached = request.join_tokens + gained
+        request.generated += gained
+        del self.requests[request.id]
+        self.size -= 1
+        self.context_tokens -= cached + 1
+        self.residues[(request.join_iteration - request.join_tokens) % self.block_tokens] -= 1
+        slot, last = request.slot, len(self._slots) - 1
+        if slot != last:  # swap-remove keeps the columns dense
+            moved = self._slots[slot] = self._slots[last]
+            moved.slot = slot
+            for column in (self._first_token_s, self._generated_offset):
+                column.items[slot] = column.items[last]
+        self._slots.pop()
+        request.slot = -1
+        assert request.first_token_s is not None, request
+        self.changes.append((request.first_token_s, request.generated - self.iteration, False))
+        self.version += 1
+        return cached
+
+
+# -------------------------------------------------------------------------------------------- the state
+
+
+class SystemState:
+    """Queue, batches, KV blocks, what runs and what is published: all that a policy may know.
+
+    Two-lane systems use ``prefill`` (whole prompts, layer by layer) and ``ready``; chunked systems use ``chunked``
+    (admitted prompts not yet computed in full, in order of admission). ``in_flight`` maps a lane to its step;
+    ``target``, ``prefill_published`` and ``decode_published`` are as the lane being asked can see them.
+    """
+
+    def __init__(self, splits: SplitTable, kv: KvCache, num_layers: int, initial: Partition) -> None:
+        self.splits = splits
+        self.kv = kv
+        self.num_layers = num_layers
+        self.queue = WaitingQueue()
+        self.prefill: PrefillBatch | None = None
+        self.ready: list[Request] = []
+        self.chunked: list[Request] = []
+        self._launched: list[Request] = []  # requests of the chunks in flight
+        self.decode = DecodeBatch(kv.block_tokens)
+        self.in_flight: dict[str, InFlight] = {}
+        self.target = initial
+        self.prefill_published = Published()
+        self.decode_published = Published()
+
+    # ---- questions -------------------------------------------------------------------------------
+
+    @property
+    def decode_seqs(self) -> int:
+        """Sequences of the next decode iteration: the batch and those waiting to merge."""
+        return self.decode.size + len(self.ready)
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Tokens attended by the next decode iteration, those waiting to merge included."""
+        return self.next_decode()[1]
+
+    def next_decode(self) -> tuple[int, int]:
+        """``decode_seqs`` and ``decode_context_tokens`` at once: every decision asks for both."""
+        decode, ready = self.decode, self.ready
+        context = decode.context_tokens
+        if not ready:
+            return decode.size, context
+        for request in ready:
+            context += request.prompt_tokens + request.generated
+        return decode.size + len(ready), context
+
+    def decode_growth_blocks(self) -> int:
+        """Fresh KV blocks that the next decode iteration needs, merging requests included."""
+        growth = self.decode.growth_blocks
+        for request in self.ready:
+            growth += (request.known_tokens - 1) % self.kv.block_tokens == 0
+        return growth
+
+    # ---- transitions: drivers only ---------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """A request joins the queue."""
+        self.queue.append(request)
+
+    def begin_prefill(self, step: PrefillStep, now_s: float) -> None:
+        """Launch layers; with ``admit`` take those requests out of the queue and reserve their KV first."""
+        if step.preempt:
+            self._preempt(step.preempt, now_s)
+        if step.admit:
+            assert self.prefill is None, "a prefill batch is fixed until its last layer"
+            requests = tuple(self._admit(i, now_s) for i in step.admit)
+            self.prefill = PrefillBatch(requests, self.num_layers)
+        assert self.prefill is not None, f"{step}: nothing to prefill"
+        assert 0 < step.layers <= self.prefill.layers_left, f"{step}: {self.prefill.layers_left} layers are left"
+        self.in_flight[PREFILL] = InFlight(step, now_s)
+
+    def finish_prefill(self, now_s: float) -> tuple[Request, ...]:
+        """Layers ended; after the last one the batch's requests have a token more and are returned (READY)."""
+        step = self.in_flight.pop(PREFILL).step
+        batch = self.prefill
+        assert batch is not None
+        assert isinstance(step, PrefillStep)
+        batch.advance(step.layers)
+        if batch.layers_left:
+            return ()
+        self.prefill = None
+        for request in batch.requests:
+            self._emit_first(request, now_s)
+            request.phase = Phase.READY
+            self.ready.append(request)
+        return batch.requests
+
+    def begin_decode(self, step: DecodeStep, now_s: float) -> list[Request]:
+        """Merge READY requests (returned), take the KV blocks of the coming tokens, launch."""
+        if step.preempt:
+            self._preempt(step.preempt, now_s)
+        merged, self.ready = self.ready, []  # a new list: the driver keeps the merged one until the iteration ends
+        for request in merged:
+            self.decode.join(request)
+        assert self.decode.size, f"{step}: nothing to decode"
+        self.kv.take(self.decode.growth_blocks)
+        self.in_flight[DECODE] = InFlight(step, now_s)
+        return merged
+
+    def finish_decode(self, finished: Iterable[Request]) -> None:
+        """Every request of the batch gained a token; the driver says which reached their end."""
+        del self.in_flight[DECODE]
+        self.end_hybrid_decode(finished)
+
+    def begin_hybrid(self, step: HybridStep, now_s: float) -> list[Request]:
+        """Admit chunks without a past, take KV blocks for the decodes' tokens, launch; returns each chunk's request."""
+        if step.preempt:
+            self._preempt(step.preempt, now_s)
+        decode = self.decode
+        assert step.chunks or (step.decode and decode.size), f"{step}: an empty batch"
+        self._launched = launched = self._begin_chunks(step, now_s) if step.chunks else []
+        if step.decode:
+            self.kv.take(decode.residues[decode.iteration % decode.block_tokens])
+        self.in_flight[HYBRID] = InFlight(step, now_s)
+        return launched
+
+    def _begin_chunks(self, step: HybridStep, now_s: float) -> list[Request]:
+        launched: list[Request] = []
+        by_id = {r.id: r for r in self.chunked} if self.chunked else {}
+        for request_id, new, past in step.chunks:
+            request = by_id.get(request_id)
+            if request is None:
+                assert past == 0, f"{step}: request {request_id} has no past"
+                request = self._admit(request_id, now_s)
+                self.chunked.append(request)
+            assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
+            assert 0 < new <= request.prompt_tokens + request.generated - past, (
+                f"{request}: a chunk is empty or runs over its prompt: {new} tokens")
+            launched.append(request)
+        return launched
+
+    def finish_hybrid(self, now_s: float) -> list[Request]:
+        """The batch ended; requests whose prompt is complete have a token more and are returned.
+
+        The driver then calls :meth:`end_hybrid_decode` for the decodes and :meth:`join_decode` or :meth:`release`
+        for each returned request, so that a one-token output never enters the decode batch.
+        """
+        step = self.in_flight.pop(HYBRID).step
+        assert isinstance(step, HybridStep)
+        if not step.chunks:
+            return []
+        complete: list[Request] = []
+        for i, request in enumerate(self._launched):
+            request.computed_tokens += step.chunks[i].new_tokens
+            if request.computed_tokens == request.prompt_tokens + request.generated:
+                self._emit_first(request, now_s)
+                complete.append(request)
+                self.chunked.remove(request)
+        return complete
+
+    def end_hybrid_decode(self, finished: Iterable[Request]) -> None:
+        """As :meth:`finish_decode`, for the decodes of a hybrid batch."""
+        decode, kv = self.decode, self.kv
+        decode.advance()
+        for request in finished:
+            kv.give_back(-(-decode.leave(request) // kv.block_tokens))
+            request.phase = Phase.FINISHED
+
+    def join_decode(self, request: Request) -> None:
+        """A request whose prompt is complete joins the decode batch between iterations."""
+        self.decode.join(request)
+
+    def release(self, request: Request) -> None:
+        """A request ended right after its prefill (READY or just completed): free its KV."""
+        if request.phase is Phase.READY:
+            self.ready.remove(request)
+        self.kv.give_back(self.kv.blocks_for(request.known_tokens - 1))
+        request.phase = Phase.FINISHED
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _admit(self, request_id: int, now_s: float) -> Request:
+        request = self.queue.remove(request_id)
+        self.kv.take(-(-(request.prompt_tokens + request.generated) // self.kv.block_tokens))
+        request.phase = Phase.PREFILL
+        if request.admitted_s is None:
+            request.admitted_s = now_s
+        return request
+
+    def _emit_first(self, request: Request, now_s: float) -> None:
+        request.generated += 1
+        request.computed_tokens = 0
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+
+    def _preempt(self, victims: tuple[int, ...], now_s: float) -> None:
+        """Preemption by recompute: free all KV, forget progress, back to the front of the queue."""
+        for request_id in victims:
+            request = self.decode.requests.get(request_id)
+            if request is not None:
+                assert DECODE not in self.in_flight, f"{request} is in the iteration in flight"
+                self.kv.give_back(self.kv.blocks_for(self.decode.leave(request)))
+            else:
+                waiting = self.chunked if any(r.id == request_id for r in self.chunked) else self.ready
+                request = next(r for r in waiting if r.id == request_id)
+                waiting.remove(request)
+                held = request.known_tokens - (1 if request.phase is Phase.READY else 0)
+                self.kv.give_back(self.kv.blocks_for(held))
+            request.phase = Phase.WAITING
+            request.computed_tokens = 0
+            request.preemptions += 1
+            request.queued_s = now_s
+            self.queue.push_front(request)
+
+    def check(self) -> None:
+        """I4 and the batch arithmetic, recomputed the slow way; for debug runs."""
+        kv, decode = self.kv, self.decode
+        in_flight = DECODE in self.in_flight or (
+            HYBRID in self.in_flight and getattr(self.in_flight[HYBRID].step, "decode", False))
+        held = sum(kv.blocks_for(decode.cached(r) + (1 if in_flight else 0)) for r in decode.requests.values())
+        held += sum(kv.blocks_for(r.known_tokens - 1) for r in self.ready)
+        held += sum(kv.blocks_for(r.known_tokens) for r in self.chunked)
+        if self.prefill is not None:
+            held += sum(kv.blocks_for(t) for t in self.prefill.tokens)
+        assert held + kv.free_blocks == kv.total_blocks, (
+            f"I4: {held} referenced + {kv.free_blocks} free != {kv.total_blocks} blocks")
+        assert decode.cached_tokens == sum(decode.cached(r) for r in decode.requests.values())
+        growth = sum(decode.needs_block(r) for r in decode.requests.values())
+        assert growth == decode.growth_blocks, f"{growth} requests need a block, counted {decode.growth_blocks}"
+        phases: list[tuple[Iterable[Request], Phase]] = [
+            (self.queue, Phase.WAITING), (self.ready, Phase.READY), (self.chunked, Phase.PREFILL),
+            (decode.requests.values(), Phase.DECODE)]
+        for group, phase in phases:
+            for request in group:
+                assert request.phase is phase, f"{request} among {phase.name}"

@@ -1,0 +1,1 @@
+"""Simulated beside measured: recorded runs, serving points, the closed loop."""

@@ -1,0 +1,434 @@
+"""``bullet-run validate``: the loop closed on one machine, simulated against measured.
+
+    CPU   sweep of the engine -> profile of its rows (bullet-profile fit) --+
+    GPU   check -> the engine's step times ---------------------------------+-> real runs of some requests
+                                                                            +-> the same requests simulated, one table
+
+The simulated side knows the machine through files alone: ``profile/`` on a CPU, ``steps.json`` on a GPU, or the folder of a fit
+of that GPU's sweep (``--profile``). It has the same policies, requests, KV and splits. All that is needed is in the folder, the
+model's config.json too, so that it can run later and elsewhere (``--from``), where simpy is. Stands above runtime and sim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import MODELS, ModelSpec, get_model
+from bullet.cli.common import fresh_folder, safe_name
+from bullet.config import RunConfig, load_run_config, resolve_slo
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
+from bullet.devices.measured import MeasuredDevice, StepProfile
+from bullet.errors import ConfigError, ProfileError, ResultsError
+from bullet.files import create_folder, write_json, write_text
+from bullet.results.columns import StepTable
+from bullet.results.folder import load_run
+from bullet.state import SplitTable
+from bullet.workload import Workload, load_workload
+
+CPU_POLICIES = "bullet,naive,sglang-64,vllm-256"
+GPU_POLICIES = "bullet,sglang-1024,vllm-1024,naive"
+"""In order of importance: a budget cuts the list at its end."""
+FIGURES = (("mean TTFT ms", "mean_ttft_ms"), ("P90 TTFT ms", "p90_ttft_ms"), ("mean TPOT ms", "mean_tpot_ms"),
+           ("P90 TPOT ms", "p90_tpot_ms"), ("req/s", "request_throughput"), ("tokens/s", "output_throughput"))
+LOAD_SHARE = 0.5
+"""Share of the machine's capacity, as its step times tell it, that the requests ask for."""
+CLOSING_S = 8.0
+"""Kept of a budget for closing the device and for the table. *Assumed*."""
+LEAST_REQUESTS = 8
+
+
+def validate(args: argparse.Namespace) -> int:
+    """Measure (unless ``--from``), simulate, print one table, keep it as validation.txt and validation.json."""
+    from bullet.cli import run as run_cli
+
+    if args.profile is not None and args.source is None:
+        raise ConfigError("--profile: goes with --from DIR: what simulates the runs of a validation that was measured")
+    if args.source is not None:
+        folder = args.source
+    else:
+        run_cli.check_parquet()
+        folder = fresh_folder(args.out, f"validate-{args.device}")
+        create_folder(folder)
+        args.kept = folder
+        measure(args, folder)
+    if find_spec("simpy") is None:
+        run_cli.say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
+        return 0
+    result = compare(folder, args.profile)
+    lines = table(result)
+    write_json(folder / "validation.json", result)
+    write_text(folder / "validation.txt", "\n".join(lines) + "\n")
+    run_cli.say("\n" + "\n".join(lines) + f"\n\nwritten to {folder}/: validation.txt, validation.json, "
+                f"{'sweep/, profile/' if (folder / 'profile').is_dir() else 'steps.json'}, real/, sim/")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ measured
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Step times before and after, and a real run of each policy, into ``folder``."""
+    from bullet import policies
+    from bullet.cli import run as run_cli
+    from bullet.runtime.machine import measure_steps, open_machine
+
+    cpu = args.device == "cpu"
+    names = [n.strip() for n in (args.policies or (CPU_POLICIES if cpu else GPU_POLICIES)).split(",") if n.strip()]
+    if not names:
+        raise ConfigError("--policies: names at least one")
+    for name in names:
+        policies.check_name(name)
+    if args.budget_s is not None and args.budget_s <= 0:
+        raise ConfigError(f"--budget-s {args.budget_s:g}: must be positive")
+    base = run_cli.run_config(args)
+    model = get_model(base.device.model)
+    if base.device.model.endswith(".json"):
+        keep_model(Path(base.device.model), folder)
+    most = min(448 if cpu else 8704, model.context_tokens)
+    args.no_report = True
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        run_cli.say(f"[{time.monotonic() - started:4.0f} s] {text}")
+
+    def left_s() -> float:
+        assert args.budget_s is not None
+        return float(args.budget_s - CLOSING_S - (time.monotonic() - started))
+
+    profile = None
+    if cpu:
+        say("check: a CPU has no SM partitions to prove; lanes take turns, and everything is labelled CPU")
+        sweep(args, base, folder / "sweep", say)
+        profile = profile_of_sweep(folder, model).shown(get_gpu(base.device.gpu))
+        say(f"profile of its rows: {folder / 'profile'}/steps.json, interpolated (nothing is fitted to a CPU: SOURCE.md there)")
+    steps_s = time.monotonic() - started
+    with open_machine(args.device, base, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
+                      threads=args.threads, say=say) as opened:
+        machine = opened.machine
+        say(f"{machine.name}; partition: {machine.partition}")
+        if profile is None:
+            began = time.monotonic()
+            profile = measure_steps(opened, model, seed=base.seed, repeats=3)
+            steps_s = time.monotonic() - began
+            write_text(folder / "steps.json", profile.to_json())
+            say("step times taken")
+        rate = args.rate or LOAD_SHARE * capacity(profile, cpu)
+        count = args.num_requests or (100 if cpu else 60)
+        if args.budget_s is not None:
+            names, count = fitting(names, count, rate, left_s())
+            say(f"within {args.budget_s:g} s: {count} requests each for {', '.join(names)}")
+        write_text(folder / "trace.csv", synthetic(count, rate, cpu, base.seed))
+        config = dataclasses.replace(
+            base, workload=dataclasses.replace(base.workload, trace=str(folder / "trace.csv"), arrivals="recorded",
+                                               num_requests=None, rate_req_per_s=None),
+            device=dataclasses.replace(base.device, gpu=opened.gpu.name, kv_tokens=machine.kv_blocks * 16))
+        workload = load_workload(config.workload, config.seed)
+        config = dataclasses.replace(config, slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
+        for name in names:
+            one = dataclasses.replace(config, policy=dataclasses.replace(config.policy, name=name))
+            _, summary = run_cli.serve(one, workload, opened, profile, folder / "real" / safe_name(name), args)
+            say(f"{name}: {summary['completed']} of {summary['offered']} requests at {rate:.2f} req/s, mean TTFT "
+                f"{summary['mean_ttft_ms'] or 0:.0f} ms")
+        if args.budget_s is not None and left_s() < steps_s:
+            say("no time is left to take the step times again: the drift stays unknown")
+            return
+        try:
+            if cpu:
+                sweep(args, base, folder / "sweep-after", say, again=True)
+            else:
+                after = measure_steps(opened, model, seed=base.seed, repeats=1, corun_s=0.2)
+                write_text(folder / "steps-after.json", after.to_json())
+        except ProfileError as exc:  # the runs are there: they are worth their table without it
+            say(f"no second step times ({exc}): the drift stays unknown")
+            return
+        say("step times taken again")
+
+
+MODEL_FILE = "model.json"
+
+
+def keep_model(source: Path, folder: Path) -> None:
+    """The model's config.json, its name with it (else the folder's): a validation can be made again where that file is not."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    write_json(folder / MODEL_FILE, {**config, "_name_or_path": get_model(str(source)).name})
+
+
+SWEEP_S = 45.0
+"""Budget of a CPU's sweep, which takes a quarter of it on an idle core."""
+
+
+def sweep(args: argparse.Namespace, base: RunConfig, out: Path, say: Callable[[str], None], *, again: bool = False) -> None:
+    """``bullet-profile sweep --device cpu`` of the engine's layers and steps into ``out``, as the command does it; ``again``: the
+    steps alone. Torch's operations play no part here, and a busy machine changes while they are swept."""
+    from bullet.cli import measure as profile_cli
+    from bullet.profiler import plan
+
+    budget_s = SWEEP_S if args.budget_s is None else min(SWEEP_S, 0.3 * args.budget_s)
+    wanted = {"gemm_lm_head", *(() if again else plan.ENGINE_LAYERS)}
+    skip = [word for op in plan.OPS if op not in wanted for word in ("--skip", op)]
+    command = profile_cli.build_parser().parse_args([
+        "sweep", "--device", "cpu", "--model", base.device.model, "--threads", str(args.threads), "--seed", str(base.seed),
+        "--budget-s", f"{budget_s:.3f}", "--out", str(out), *skip])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # its plan and summary are in its folder
+        status = profile_cli.sweep_command(command, time.monotonic())
+    if status in (130, 143):
+        raise KeyboardInterrupt
+    if status:
+        raise ProfileError(f"{out}: the sweep ended with status {status}: see summary.txt there")
+    say(next((line for line in printed.getvalue().splitlines() if line.startswith("Sweep:")), "swept"))
+
+
+def profile_of_sweep(folder: Path, model: ModelSpec, which: str = "sweep", out: str | None = "profile") -> StepProfile:
+    """``bullet-profile fit`` of a CPU's sweep: its files, and what they say."""
+    from bullet.cli.fit import write_steps
+    from bullet.profiles.sweeps import model_of, read_rows
+
+    _, rows = model_of(read_rows(folder / which), None if model.name in MODELS else str(folder / MODEL_FILE), str(folder / which))
+    return write_steps(rows, model, None if out is None else folder / out)
+
+
+def fitting(names: Sequence[str], count: int, rate: float, left_s: float) -> tuple[Sequence[str], int]:
+    """What ``left_s`` seconds allow: fewer requests for every policy, down to a few, then fewer policies.
+
+    A run is taken to last half as long again as its arrivals: the last requests are still served then.
+    """
+    for kept in range(len(names), 0, -1):
+        fit = int(rate * left_s / (1.5 * kept))
+        if fit >= min(count, LEAST_REQUESTS):
+            return names[:kept], min(count, fit)
+    raise ProfileError(f"--budget-s: {max(left_s, 0):.0f} s are left after the step times (kept), too few for "
+                       f"{min(count, LEAST_REQUESTS)} requests at {rate:.2f} req/s: give more, or a higher --rate")
+
+
+LENGTHS = {True: ((16, 192), (2, 16)), False: ((128, 4096), (16, 256))}
+"""Prompt and output lengths, drawn uniformly in the logarithm, on a CPU and on a GPU: synthetic."""
+
+
+def synthetic(count: int, rate: float, cpu: bool, seed: int) -> str:
+    """A trace: Poisson arrivals, log-uniform lengths."""
+    rng = np.random.default_rng([seed, 0x7A])
+    (p0, p1), (o0, o1) = LENGTHS[cpu]
+    arrival = np.cumsum(rng.exponential(1 / rate, count))
+    prompts = np.exp(rng.uniform(np.log(p0), np.log(p1), count)).astype(int)
+    outputs = np.exp(rng.uniform(np.log(o0), np.log(o1), count)).astype(int)
+    rows = [f"{a:.6f},{p},{o}" for a, p, o in zip(arrival, prompts, outputs, strict=True)]
+    return "arrival_s,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n"
+
+
+def capacity(profile: StepProfile, cpu: bool) -> float:
+    """Requests per second that the step times allow, decodes batched by four: for choosing a rate, never a result."""
+    device = MeasuredDevice(profile, get_model_of(profile), get_gpu("a100-80gb"))
+    (p0, p1), (o0, o1) = LENGTHS[cpu]
+    prompt, output = round((p0 * p1) ** 0.5), round((o0 * o1) ** 0.5)
+    whole = device.prefill_work([(prompt, 0)], device.model.num_layers, logits_seqs=1).seconds
+    return 1.0 / (whole + output * device.decode_work(4, 4 * prompt).seconds / 4)
+
+
+def get_model_of(profile: StepProfile) -> Any:
+    """The built-in model of a profile, or the tiny one, whose layer count alone matters for whole steps."""
+    try:
+        return get_model(profile.model)
+    except ConfigError:
+        return get_model("tiny")
+
+
+# ------------------------------------------------------------------------------------------------ simulated
+
+
+def splits_of(profile: StepProfile, config: RunConfig) -> SplitTable:
+    """The splits that the machine granted, or on one processor those of the nominal device."""
+    granted = [sms for sms, _ in profile.decode_sms if sms < profile.num_sms]
+    if granted:
+        return SplitTable(profile.num_sms, np.array(granted, dtype=np.int64))
+    return SplitTable.every(profile.num_sms, config.device.partition_step_sms)
+
+
+def stored_steps(folder: Path) -> StepProfile:
+    """The machine as the folder's step times have it: on a CPU from its sweep, on a GPU from the engine."""
+    swept = folder / "profile" / "steps.json"
+    return StepProfile.from_json(swept if swept.is_file() else folder / "steps.json")
+
+
+def device_of(config: RunConfig, steps: StepProfile, given: Path | None) -> DeviceModel:
+    """What simulates: the step times, or the folder of a fit that was given."""
+    if given is not None:
+        return load_device(dataclasses.replace(config.device, timing=str(given)))
+    gpu = dataclasses.replace(get_gpu(config.device.gpu), num_sms=steps.num_sms)
+    return MeasuredDevice(steps, get_model(config.device.model), gpu)
+
+
+def compare(folder: Path, given: Path | None = None) -> dict[str, Any]:
+    """Simulate every real run of the folder on its profile; figures of both sides, and of steps by lane and SMs."""
+    from bullet.cli import run as run_cli
+    from bullet.results import metrics
+    from bullet.sim.run import simulate
+
+    real = sorted((folder / "real").glob("*/config.toml"))
+    if not real:
+        raise ResultsError(f"{folder}/real: holds no run: is it the folder of bullet-run validate?")
+    measured = stored_steps(folder)
+    runs, left_out, offered, seed, source = [], [], 0, 0, ""
+    for path in real:
+        stored = load_run(path.parent)
+        if not stored.summary["complete"]:
+            left_out.append(stored.config.policy.name)
+            continue
+        offered, seed = stored.summary["offered"], stored.summary["seed"]
+        config = here(load_run_config(path), folder)
+        workload: Workload = load_workload(config.workload, config.seed)
+        profile = measured.shown(get_gpu(config.device.gpu))
+        device = device_of(config, profile, given)
+        source = device.source
+        gpu = dataclasses.replace(get_gpu(config.device.gpu), num_sms=profile.num_sms)
+        policy = run_cli.make_policy_for(config, gpu, splits_of(profile, config), device)
+        outcome = simulate(config, workload=workload, device=device, policy=policy)
+        summary = metrics.summarise(outcome)
+        (folder / "sim").mkdir(exist_ok=True)
+        write_json(folder / "sim" / f"{path.parent.name}.json", summary)
+        runs.append({"policy": config.policy.name,
+                     "figures": {title: [summary[key], stored.summary[key]] for title, key in FIGURES},
+                     "prediction_error": [summary["prediction_error_mean"], stored.summary["prediction_error_mean"]],
+                     "completed": [summary["completed"], stored.summary["completed"]],
+                     "steps": step_rows(outcome.steps, stored.steps, device)})
+    if not runs:
+        raise ResultsError(f"{folder}/real: no run came to its end: bullet-run validate again, into another folder")
+    return {"hardware": profile.hardware, "partition": profile.partition, "model": profile.model, "device": source,
+            "known_by": known_by(folder, given), "requests": offered, "seed": seed, "left_out": left_out,
+            "drift": found_drift(folder, config), "runs": runs}
+
+
+def here(config: RunConfig, folder: Path) -> RunConfig:
+    """A stored configuration with the folder's own trace and model: neither need be where they were when it was measured."""
+    model = folder / MODEL_FILE
+    return dataclasses.replace(
+        config, workload=dataclasses.replace(config.workload, trace=str(folder / "trace.csv")),
+        device=dataclasses.replace(config.device, model=str(model)) if model.is_file() else config.device)
+
+
+def known_by(folder: Path, given: Path | None) -> str:
+    """Through what the simulator knows the machine, for the table's head."""
+    if given is not None:
+        return f"the profile {given} alone"
+    return "rows of its sweep alone, interpolated" if (folder / "profile").is_dir() else "its step times alone"
+
+
+def found_drift(folder: Path, config: RunConfig) -> list[float] | None:
+    """Of the step times after the runs, where they were taken."""
+    before = stored_steps(folder)
+    try:
+        if (folder / "steps-after.json").is_file():
+            return drift(before, StepProfile.from_json(folder / "steps-after.json"))
+        if not (folder / "sweep-after").is_dir():
+            return None
+        return drift(before, profile_of_sweep(folder, get_model(config.device.model), "sweep-after", None))
+    except ProfileError:  # cut short
+        return None
+
+
+def drift(before: StepProfile, after: StepProfile) -> list[float]:
+    """Step times after the runs over those before, at the sizes that both have: median, least, greatest. What no simulation can
+    know."""
+    def times(profile: StepProfile) -> dict[tuple[int, ...], float]:
+        decodes = {(b, c): s for b, row in zip(profile.batches, profile.decode_s, strict=True)
+                   for c, s in zip(profile.contexts, row, strict=True)}
+        return {**{(t,): s for t, s in zip(profile.prefill_tokens, profile.prefill_s, strict=True)}, **decodes}
+
+    first, second = times(before), times(after)
+    ratios = [second[size] / first[size] for size in first if size in second]
+    if not ratios:
+        raise ProfileError("drift: the step times before and after have no size in common")
+    return [float(np.median(ratios)), min(ratios), max(ratios)]
+
+
+def step_rows(simulated: StepTable, measured: StepTable, device: DeviceModel) -> list[dict[str, Any]]:
+    """Steps by lane, SMs and whether anything ran beside them: counts and medians of both sides. For steps alone also the
+    median error of the step times at the very work of each real step, as its row has it."""
+    rows = []
+    keys = sorted({(str(lane), int(sms), bool(beside)) for t in (simulated, measured)
+                   for lane, sms, beside in zip(t["lane"], t["sms"], t["corun_s"] > 0, strict=True)})
+    for lane, sms, beside in keys:
+        sides = []
+        for t in (simulated, measured):
+            mask = (t["lane"] == lane) & (t["sms"] == sms) & ((t["corun_s"] > 0) == beside)
+            sides.append({name: t[name][mask] for name in t.columns})
+        errors = [] if beside else [same_work_s(device, lane, sms, sides[1], i) / sides[1]["actual_s"][i] - 1
+                                    for i in range(len(sides[1]["sms"]))]
+        medians = [float(np.median(side["actual_s"])) if len(side["sms"]) else None for side in sides]
+        rows.append({"lane": lane, "sms": sms, "beside": beside, "count": [len(side["sms"]) for side in sides],
+                     "median_s": medians, "same_work_error": float(np.median(errors)) if errors else None,
+                     "same_work_abs_error": float(np.median(np.abs(errors))) if errors else None})
+    return rows
+
+
+def same_work_s(device: DeviceModel, lane: str, sms: int, side: Mapping[str, Any], i: int) -> float:
+    """The step times' answer for one real step alone; a batch of prompts counts as one of their sum."""
+    tokens, seqs, context = (int(side[name][i]) for name in ("prefill_tokens", "decode_seqs", "context_tokens"))
+    layers, first = int(side["layers"][i]), int(side["first_layer"][i])
+    pieces = [(tokens, 0)]
+    if lane == "prefill":
+        work = device.prefill_work(pieces, layers, logits_seqs=int(first + layers == device.model.num_layers))
+    elif tokens:
+        work = device.hybrid_work(pieces, seqs, context, logits_seqs=seqs + 1)
+    else:
+        work = device.decode_work(seqs, context)
+    return device.solo_seconds(work, sms)
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def _percent(simulated: float | None, measured: float | None) -> str:
+    if simulated is None or not measured:
+        return "-"
+    return f"{100 * (simulated / measured - 1):+.0f} %"
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """Both sides as text, under 120 columns; says first on what it was measured."""
+    lines = [f"Simulated against measured on {result['hardware']} (partition: {result['partition']}), {result['model']},",
+             f"{result['requests']} synthetic requests, seed {result['seed']}; the simulator knows the machine by "
+             f"{result['known_by']}", "", f"{'policy':<14} {'figure':<14} {'simulated':>10} {'measured':>10} {'error':>8}"]
+    lines.append("-" * len(lines[-1]))
+    for run in result["runs"]:
+        for title, (simulated, measured) in run["figures"].items():
+            cells = ("-" if v is None else f"{v:.2f}" for v in (simulated, measured))
+            lines.append(f"{run['policy']:<14} {title:<14} " + " ".join(f"{c:>10}" for c in cells)
+                         + f" {_percent(simulated, measured):>8}")
+        if run["prediction_error"][1] is not None:
+            cells = ("-" if v is None else f"{100 * v:.0f} %" for v in run["prediction_error"])
+            lines.append(f"{run['policy']:<14} {'estimator err.':<14} " + " ".join(f"{c:>10}" for c in cells) + f" {'':>8}")
+    if result["left_out"]:
+        lines += ["", f"Left out, stopped before its end: {', '.join(result['left_out'])}"]
+    lines += ["", "Steps by lane and SMs (the most frequent; median ms; same work: the step times at each real step's work)",
+              f"{'policy':<14} {'lane':<8} {'SMs':>4} {'beside':<7} {'n sim':>6} {'n real':>6} {'sim':>8} {'real':>8} "
+              f"{'error':>8} {'same work':>10}"]
+    lines.append("-" * len(lines[-1]))
+    for run in result["runs"]:
+        for row in _frequent(run["steps"]):
+            cells = ["-" if v is None else f"{v * 1e3:.2f}" for v in row["median_s"]]
+            same = row["same_work_error"]
+            lines.append(f"{run['policy']:<14} {row['lane']:<8} {row['sms']:>4} {'other' if row['beside'] else 'alone':<7} "
+                         f"{row['count'][0]:>6} {row['count'][1]:>6} {cells[0]:>8} {cells[1]:>8} {_percent(*row['median_s']):>8} "
+                         + (f"{100 * same:+.0f} %" if same is not None else "-").rjust(10))
+    if result["drift"] is not None:
+        median, least, greatest = result["drift"]
+        lines += ["", f"The machine's own drift, step times after / before: median {median:.2f}, {least:.2f} to {greatest:.2f}"]
+    return lines
+
+
+def _frequent(rows: Sequence[dict[str, Any]], most: int = 4) -> list[dict[str, Any]]:
+    return sorted(sorted(rows, key=lambda r: -sum(r["count"]))[:most], key=lambda r: (r["lane"], r["sms"], r["beside"]))

@@ -1,0 +1,153 @@
+"""Serving figures that others measured: what ``bullet-sim validate serving`` compares with. Nothing is fitted on them.
+
+Licensed points are shipped in profiles/<gpu>/<model>/serving_points.csv: ``# name: source, commit, licence`` lines, then one
+row a figure, in seconds. Points whose source states no licence are read from a folder of the user's and never shipped.
+
+Kinds of point:
+- ``sharegpt``: Poisson arrivals at a rate, ShareGPT lengths with the benchmark's filter; medians over requests.
+- ``static``: a batch of equal requests, all there at 0; ``batch`` is the time until the last token of the last one.
+- ``constant``: equal requests at a constant rate that begin with a shared system prompt; means over requests.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bullet.devices.coefficients import PROFILES
+from bullet.errors import ProfileError
+
+FILE = "serving_points.csv"
+COLUMNS = ("point", "kind", "engine", "gpu", "rate_req_per_s", "requests", "batch", "prompt_tokens", "output_tokens", "metric",
+           "measured_s", "source")
+NEEDS = {"sharegpt": ("rate_req_per_s", "requests"), "static": ("batch", "prompt_tokens", "output_tokens"),
+         "constant": ("rate_req_per_s", "requests", "prompt_tokens", "output_tokens")}
+"""Kind of point -> the numbers that it must give; the others stay empty."""
+METRICS = {"sharegpt": ("ttft_p50", "tpot_p50", "itl_p50", "latency_p50"), "static": ("batch",),
+           "constant": ("ttft_mean", "tpot_mean", "latency_mean")}
+UNLICENSED_FILE = "blis_vllm_ground_truth_h100.csv"
+UNLICENSED_SOURCE = ("inference-sim/sim-to-real-accuracy-validation, no licence stated: not shipped, compared with only "
+                     "(vLLM 0.15.1)")
+TOKENS = {"general": (547, 248), "codegen": (566, 247), "roleplay": (750, 251), "reasoning": (1034, 1448)}
+"""Prompt and output tokens of these runs' workloads, means, as their README and configuration give them."""
+DISTINCT = {"general": 45, "codegen": 44, "roleplay": 50, "reasoning": 23}
+"""Different conversations of these workloads: system prompts x users of each, in the same authors' configurations."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration with what was measured of it. ``measured``: metric -> seconds. Numbers that its kind lacks are 0."""
+
+    name: str
+    kind: str
+    engine: str
+    gpu: str
+    source: str
+    measured: Mapping[str, float]
+    rate_req_per_s: float = 0.0
+    requests: int = 0
+    batch: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    budget_tokens: int = 0
+    kv_share: float = 0.0
+    distinct_prompts: int = 0
+    licensed: bool = True
+
+
+def shipped() -> list[Point]:
+    """All licensed points."""
+    return [point for path in sorted(PROFILES.glob(f"*/*/{FILE}")) for point in read_points(path)]
+
+
+def read_points(path: Path) -> list[Point]:
+    """The points of one file; :class:`ProfileError` names the line and what is wrong with it."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ProfileError(f"{path}: cannot be read ({exc})") from None
+    sources = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
+    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    if not numbered or tuple(numbered[0][1].split(",")) != COLUMNS:
+        raise ProfileError(f"{path}: the first line that is no comment must be {','.join(COLUMNS)}")
+    found: dict[str, Point] = {}
+    figures: dict[str, dict[str, float]] = {}
+    for (number, _), row in zip(numbered[1:], csv.DictReader(line for _, line in numbered), strict=True):
+        where = f"{path}:{number}"
+        if None in row or None in row.values():
+            raise ProfileError(f"{where}: needs {len(COLUMNS)} columns")
+        kind, metric = row["kind"], row["metric"]
+        if kind not in NEEDS or metric not in METRICS[kind]:
+            allowed = "; ".join(f"{k}: {', '.join(m)}" for k, m in METRICS.items())
+            raise ProfileError(f"{where}: kind {kind!r} with metric {metric!r}: allowed are {allowed}")
+        if row["source"] not in sources:
+            raise ProfileError(f"{where}: source {row['source']!r} has no '# {row['source']}: ..' line above")
+        rate, *counts = (_number(where, name, row[name], name in NEEDS[kind]) for name in COLUMNS[4:9])
+        requests, batch, prompt, output = map(int, counts)
+        point = Point(row["point"], kind, row["engine"], row["gpu"], sources[row["source"]], {}, rate, requests, batch, prompt,
+                      output)
+        if found.setdefault(point.name, point) != point:
+            raise ProfileError(f"{where}: point {point.name!r} differs from an earlier row of it in more than the metric")
+        measured = figures.setdefault(point.name, {})
+        if metric in measured:
+            raise ProfileError(f"{where}: {metric} of {point.name!r} is there twice")
+        measured[metric] = _number(where, "measured_s", row["measured_s"], True)
+    return [dataclasses.replace(point, measured=figures[name]) for name, point in found.items()]
+
+
+def _number(where: str, column: str, text: str, needed: bool) -> float:
+    if not needed:
+        if text:
+            raise ProfileError(f"{where}: {column} = {text!r}: must be empty for this kind of point")
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    whole = column not in ("rate_req_per_s", "measured_s")
+    if not (math.isfinite(value) and value > 0) or (whole and value != int(value)):
+        raise ProfileError(f"{where}: {column} = {text!r}: must be a positive {'whole ' if whole else ''}number")
+    if column == "measured_s" and value > 1000:
+        raise ProfileError(f"{where}: measured_s = {text!r}: over 1,000 s; are these milliseconds?")
+    return value
+
+
+# ------------------------------------------------------------------------------------------- points that are not shipped
+
+
+def unlicensed(folder: Path) -> list[Point]:
+    """The Llama-3.1-8B runs on one H100 in a folder of the user's, one point a load stage."""
+    places = [folder / UNLICENSED_FILE, folder / "unlicensed" / UNLICENSED_FILE]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise ProfileError(f"{folder}: has no {UNLICENSED_FILE} (nor has its folder unlicensed/): give the folder that holds it")
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        return list(_blis(path, rows))
+    except (OSError, UnicodeDecodeError, KeyError, ValueError, IndexError) as exc:
+        raise ProfileError(f"{path}: cannot be read as these runs ({exc!r})") from None
+
+
+def _blis(path: Path, rows: Iterable[Mapping[str, str]]) -> Iterable[Point]:
+    """Stage -1 sums up the others. TPOT = (latency - TTFT) / (output - 1), all of means."""
+    found = 0
+    for row in rows:
+        if row["model"] != "meta-llama/Llama-3.1-8B-Instruct" or row["tp"] != "1" or row["stage_index"] == "-1":
+            continue
+        found += 1
+        stage, workload = int(row["stage_index"]), row["workload"]
+        prompt, output = TOKENS[workload]
+        rate = float(row["nominal_stage_rates_req_s"].split(";")[stage])
+        ttft_s, latency_s = float(row["ttft_mean_ms"]) / 1e3, float(row["e2e_mean_ms"]) / 1e3
+        yield Point(f"{row['exp'].split('-')[0]} {workload} {rate:g} req/s", "constant", "vLLM 0.15.1", "h100",
+                    UNLICENSED_SOURCE, {"ttft_mean": ttft_s, "tpot_mean": (latency_s - ttft_s) / (output - 1),
+                                        "latency_mean": latency_s},
+                    rate, max(600, round(0.25 * rate * output)), 0, prompt, output, int(row["max_num_batched_tokens"]),
+                    float(row["gpu_mem_util"]), DISTINCT[workload], licensed=False)
+    if not found:
+        raise ProfileError(f"{path}: has no run of Llama-3.1-8B-Instruct on one GPU")
