@@ -37,6 +37,7 @@ from bullet.errors import BulletError
 from bullet.estimators.base import Sample
 from bullet.estimators.sampling import calibration_states, sample_device
 from bullet.estimators.srm import MIN_ALPHA, Srm
+from bullet.piecewise import between
 from bullet.profiles.rows import read_parquet
 from bullet.profiles.sm_axis import MUXSERVE, SWEPT, greenctx, muxserve
 from bullet.state import PREFILL, SplitTable
@@ -202,8 +203,7 @@ def interpolate_alpha(nodes: Sequence[tuple[float, ...]], alpha: Sequence[float]
 
     if len(marks) == 1:
         return at(marks[0])
-    i = next((j for j in range(len(marks) - 2) if x[0] <= marks[j + 1]), len(marks) - 2)
-    share = (x[0] - marks[i]) / (marks[i + 1] - marks[i])
+    i, share = between(x[0], marks)
     return at(marks[i]) + share * (at(marks[i + 1]) - at(marks[i]))
 
 
