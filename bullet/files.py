@@ -20,7 +20,7 @@ def cannot_write(path: Path, exc: OSError, temporary: Path | None = None) -> Res
     return ResultsError(f"{path}: cannot be written ({exc.strerror or exc})")
 
 
-def _replace(temporary: Path, path: Path) -> None:
+def replace(temporary: Path, path: Path) -> None:
     """Rename once the bytes are on the disk, so that no crash leaves an empty file under the final name."""
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
@@ -28,11 +28,11 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As :func:`write_parquet`, for text."""
+    """Through a temporary file, so that a reader never sees half of it; :class:`ResultsError` if it cannot be written."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
-        _replace(temporary, path)
+        replace(temporary, path)
     except OSError as exc:
         raise cannot_write(path, exc, temporary) from None
 

@@ -18,6 +18,7 @@ from typing import Any
 from bullet.catalog.gpus import GPUS, GpuSpec, get_gpu
 from bullet.catalog.models import ModelSpec, get_model
 from bullet.errors import ProfileError
+from bullet.parquet import read_table
 from bullet.profiles.rows import ENGINE_OPS, ENGINE_PHASES, KINDS, SOURCES, Row, check_row
 from bullet.units import MICRO, MILLI
 from bullet.work import dense_kernels, embedding_bytes
@@ -108,18 +109,15 @@ FRONTIER = Origin("NetX-lab/Frontier", "a4b22df8211864bf229258ecdfbe680f048f2d77
 
 def read_columns(path: Path, needed: Iterable[str]) -> list[dict[str, Any]]:
     """Rows of a parquet, csv or csv.gz file that has the ``needed`` columns; :class:`ProfileError` otherwise."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows: list[dict[str, Any]]
-    try:
-        if path.suffix == ".parquet":
-            rows = pq.read_table(path).to_pylist()
-        else:
+    if path.suffix == ".parquet":
+        rows = read_table(path, "a table")[0].to_pylist()
+    else:
+        try:
             with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
-    except (OSError, UnicodeError, pa.ArrowException) as exc:
-        raise ProfileError(f"{path}: cannot be read ({str(exc).splitlines()[0]})") from None
+        except (OSError, UnicodeError) as exc:
+            raise ProfileError(f"{path}: cannot be read ({str(exc).splitlines()[0]})") from None
     if not rows:
         raise ProfileError(f"{path}: holds no rows")
     absent = [name for name in needed if name not in rows[0]]

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from bullet.errors import ProfileError, ResultsError
+from bullet.parquet import read_table, write_table
 
 SCHEMA = "bullet-samples"
 SCHEMA_VERSION = 1
@@ -319,7 +320,6 @@ def arrow_schema() -> Any:
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], metadata: Mapping[str, str]) -> None:
     """Write the table, atomically. ``metadata``: free text about the run, stored in the file."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     checked = [check_row(row) for row in rows]
     text = {"schema": SCHEMA, "version": str(SCHEMA_VERSION), **metadata}
@@ -328,25 +328,12 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], metadata: Mappi
                         type=f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in schema]
     columns = [c.dictionary_encode() if pa.types.is_dictionary(f.type) else c
                for c, f in zip(columns, schema, strict=True)]
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        pq.write_table(pa.Table.from_arrays(columns, schema=schema), temporary, compression="zstd")
-        os.replace(temporary, path)
-    except OSError as exc:
-        temporary.unlink(missing_ok=True)
-        raise ResultsError(f"{path}: cannot be written ({exc.strerror or exc})") from None
+    write_table(path, pa.Table.from_arrays(columns, schema=schema))
 
 
 def read_parquet(path: Path) -> tuple[list[Row], dict[str, str]]:
     """Rows and metadata; :class:`ProfileError` if the file is not such a table of this version."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as exc:
-        raise ProfileError(f"{path}: cannot be read as parquet ({str(exc).splitlines()[0]})") from None
-    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+    table, metadata = read_table(path)
     if metadata.get("schema") != SCHEMA:
         raise ProfileError(f"{path}: not a {SCHEMA} table")
     if metadata.get("version") != str(SCHEMA_VERSION):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bullet.config import RunConfig, load_run_config, to_toml
 from bullet.errors import ResultsError
-from bullet.files import _replace, cannot_write, create_folder, write_json, write_text
+from bullet.files import cannot_write, create_folder, replace, write_json, write_text
 from bullet.results.columns import REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable, Table
 from bullet.signals import undisturbed
 
@@ -63,7 +63,7 @@ def write_parquet(path: Path, table: Table, metadata: Mapping[str, str]) -> None
         # and make the file larger.
         pq.write_table(_arrow(table, metadata), temporary, compression="zstd", row_group_size=1 << 20, write_statistics=False,
                        use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
-        _replace(temporary, path)
+        replace(temporary, path)
     except OSError as exc:
         raise cannot_write(path, exc, temporary) from None
 
