@@ -5,36 +5,41 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bullet.errors import ResultsError
 
 
-def cannot_write(path: Path, exc: OSError, temporary: Path | None = None) -> ResultsError:
-    """The error to raise; takes half a ``temporary`` file away, whose room a full disk has use for."""
-    if temporary is not None:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+def cannot_write(path: Path, exc: OSError) -> ResultsError:
+    """The error to raise."""
     return ResultsError(f"{path}: cannot be written ({exc.strerror or exc})")
 
 
-def replace(temporary: Path, path: Path) -> None:
-    """Rename once the bytes are on the disk, so that no crash leaves an empty file under the final name."""
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name to write under; leaving the block gives the file its own name, so that a reader never sees half of it.
+
+    Renamed once the bytes are on the disk: no crash leaves an empty file under the final name. :class:`ResultsError` names
+    ``path`` if it cannot be written; half a file, whose room a full disk has use for, is taken away.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise cannot_write(path, exc) from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Through a temporary file, so that a reader never sees half of it; :class:`ResultsError` if it cannot be written."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    try:
+    """Write UTF-8 text, whole or not at all; :class:`ResultsError`."""
+    with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        replace(temporary, path)
-    except OSError as exc:
-        raise cannot_write(path, exc, temporary) from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

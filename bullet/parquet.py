@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bullet.errors import BulletError, ProfileError
-from bullet.files import cannot_write, replace
+from bullet.files import whole_file
 
 
 def read_table(path: Path, what: str = "parquet", columns: Sequence[str] | None = None,
@@ -30,15 +30,9 @@ def read_table(path: Path, what: str = "parquet", columns: Sequence[str] | None 
 
 
 def write_table(path: Path, table: Any, **options: Any) -> None:
-    """Through a temporary file, so that a reader never sees half a table. :class:`ResultsError` if it cannot be written.
-
-    ``options``: pyarrow's. Equal tables and options, equal bytes.
+    """Whole or not at all (:func:`bullet.files.whole_file`); ``options``: pyarrow's. Equal tables and options, equal bytes.
     """
     import pyarrow.parquet as pq
 
-    temporary = path.with_name(path.name + ".tmp")
-    try:
+    with whole_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", **options)
-        replace(temporary, path)
-    except OSError as exc:
-        raise cannot_write(path, exc, temporary) from None

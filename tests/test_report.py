@@ -129,7 +129,8 @@ def test_reports_of_any_run_are_drawn(steps: list[tuple[Any, ...]], finished: in
 
 def test_plots_of_equal_runs_are_equal(tmp_path: Path) -> None:
     for name in "ab":
-        plots.plot_sm_share(outcome("toy", TWO_LANES), summaries(outcome("toy", TWO_LANES))[0], tmp_path / f"{name}.png")
+        one = outcome("toy", TWO_LANES)
+        plots.save(plots.plot_sm_share(one.steps, summaries(one)[0]), tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
@@ -166,7 +167,7 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     one = outcome("toy", CHUNKED)
     (tmp_path / "x.png").mkdir()
     with pytest.raises(ResultsError, match=r"x\.png: cannot be written"):
-        plots.plot_cdfs([one], summaries(one), tmp_path / "x.png")
+        plots.save(plots.plot_cdfs([one.requests], summaries(one)), tmp_path / "x.png")
     (tmp_path / "trace.json").mkdir()
     with pytest.raises(ResultsError, match=r"trace\.json: cannot be written"):
         timeline.write_perfetto(one, tmp_path / "trace.json")

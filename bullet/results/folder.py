@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from bullet import parquet
 from bullet.config import RunConfig, load_run_config, to_toml
 from bullet.errors import ResultsError
-from bullet.files import cannot_write, create_folder, replace, write_json, write_text
+from bullet.files import cannot_write, create_folder, write_json, write_text
 from bullet.results.columns import REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable, Table
 from bullet.signals import undisturbed
 
@@ -51,21 +52,14 @@ def _arrow(table: Table, metadata: Mapping[str, str]) -> Any:
 
 
 def write_parquet(path: Path, table: Table, metadata: Mapping[str, str]) -> None:
-    """Write through a temporary file, so that a reader never sees half a table. Equal rows and metadata, equal bytes.
+    """Whole or not at all. Equal rows and metadata, equal bytes.
 
     ``metadata``: at least ``source`` (simulated, measured). :class:`ResultsError` if it cannot be written.
     """
-    import pyarrow.parquet as pq
-
-    temporary = path.with_suffix(".tmp")
-    try:
-        # Dictionaries of numbers nearly all different, and statistics of one row group, cost three quarters of the time
-        # and make the file larger.
-        pq.write_table(_arrow(table, metadata), temporary, compression="zstd", row_group_size=1 << 20, write_statistics=False,
-                       use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
-        replace(temporary, path)
-    except OSError as exc:
-        raise cannot_write(path, exc, temporary) from None
+    # Dictionaries of numbers nearly all different, and statistics of one row group, cost three quarters of the time
+    # and make the file larger.
+    parquet.write_table(path, _arrow(table, metadata), row_group_size=1 << 20, write_statistics=False,
+                        use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
 
 
 class RunWriter:
@@ -226,14 +220,10 @@ def _stem(cls: type[Table]) -> str:
 def read_table(path: Path, cls: type[Table]) -> Any:
     """Read a results file back; :class:`ResultsError` names it."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     if not path.is_file():
         raise ResultsError(f"{path}: no such file")
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as exc:
-        raise ResultsError(f"{path}: cannot be read as parquet ({exc})") from None
+    table, _ = parquet.read_table(path, error=ResultsError)
     missing = [name for name in cls.columns if name not in table.column_names]
     if missing:
         raise ResultsError(f"{path}: not a results file of this version: no column {', '.join(missing)}")

@@ -10,11 +10,9 @@ from typing import Any
 
 from bullet.files import write_text
 from bullet.results.columns import RunOutcome
-from bullet.results.plots import plot_cdfs, plot_comparison, plot_sm_share
-from bullet.results.tables import TABLE, _cell, _notes, _plain, headline, label
+from bullet.results.plots import plot_cdfs, plot_comparison, plot_sm_share, save
+from bullet.results.tables import TABLE, cell_text, file_name, headline, label, notes_on
 from bullet.results.timeline import write_perfetto
-
-# ------------------------------------------------------------------------------------------------- HTML
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body{{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}}
@@ -49,8 +47,8 @@ def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], p
                config_toml: str) -> None:
     """One self-contained file: table, plots with their captions, every figure, configuration."""
     head = ["system", *(f"{group} {name}".strip() for group, name, _, _ in TABLE)]
-    parts = [_html_table(head, [[label(s), *(_cell(s[key], form) for _, _, key, form in TABLE)] for s in summaries]),
-             f"<p>{html.escape(' '.join(_notes(summaries)))}</p>"]
+    parts = [_html_table(head, [[label(s), *(cell_text(s[key], form) for _, _, key, form in TABLE)] for s in summaries]),
+             f"<p>{html.escape(' '.join(notes_on(summaries)))}</p>"]
     for caption, picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         text = html.escape(caption)
@@ -67,10 +65,10 @@ def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], p
 def write_run_report(folder: Path, outcome: RunOutcome, summary: Mapping[str, Any], config_toml: str) -> None:
     """Plots, Perfetto trace and HTML of one run."""
     cdf, share = folder / "plots" / "latency_cdf.png", folder / "plots" / "sm_share.png"
-    plot_cdfs([outcome], [summary], cdf)
-    plot_sm_share(outcome, summary, share)
+    save(plot_cdfs([outcome.requests], [summary]), cdf)
+    save(plot_sm_share(outcome.steps, summary), share)
     write_perfetto(outcome, folder / "trace.json")
-    write_html(folder / "report.html", f"{label(summary)} on {_plain(summary['trace'])}", [summary],
+    write_html(folder / "report.html", f"{label(summary)} on {file_name(summary['trace'])}", [summary],
                [("TTFT and TPOT", cdf), ("SMs over time", share)], config_toml)
 
 
@@ -78,9 +76,9 @@ def write_comparison_report(folder: Path, outcomes: Sequence[RunOutcome], summar
                             run_folders: Sequence[Path], config_toml: str) -> None:
     """Plots and HTML of a comparison; ``run_folders``: the runs', each with its own report already written."""
     bars, cdf = folder / "plots" / "comparison.png", folder / "plots" / "latency_cdf.png"
-    plot_comparison(summaries, bars)
-    plot_cdfs(outcomes, summaries, cdf)
+    save(plot_comparison(summaries), bars)
+    save(plot_cdfs([outcome.requests for outcome in outcomes], summaries), cdf)
     shares = [(f"SMs over time: {label(summary)}", run / "plots" / "sm_share.png")
               for summary, run in zip(summaries, run_folders, strict=True)]
-    write_html(folder / "report.html", f"{len(summaries)} systems on {_plain(summaries[0]['trace'])}", summaries,
+    write_html(folder / "report.html", f"{len(summaries)} systems on {file_name(summaries[0]['trace'])}", summaries,
                [("Comparison", bars), ("TTFT and TPOT", cdf), *shares], config_toml)

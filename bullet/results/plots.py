@@ -1,22 +1,25 @@
-"""Tables, plots, a Perfetto trace and a one-file HTML report, all from results; nothing here computes a metric.
+"""Results drawn: each function returns a matplotlib ``Figure``, which a notebook shows and :func:`save` writes.
 
 matplotlib is used without pyplot (a quarter of its start-up) and imported inside functions. Colours are those of Okabe
-and Ito, told apart by colour-blind readers.
+and Ito, told apart by colour-blind readers. Nothing here computes a metric.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.files import cannot_write
+from bullet.files import cannot_write, whole_file
 from bullet.results import metrics
-from bullet.results.columns import RunOutcome, StepTable
+from bullet.results.columns import RequestTable, StepTable
 from bullet.results.tables import headline, label
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 STYLES = ("-", "--", "-.", ":")
@@ -25,10 +28,7 @@ WINDOW_S = 10.0
 """Seconds of a run that the SM plot shows step by step."""
 
 
-# ----------------------------------------------------------------------------------------------- plots
-
-
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -44,14 +44,14 @@ def _tidy(axes: Any, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _save(figure: Any, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
+def save(figure: Figure, path: Path) -> None:
+    """As PNG; equal figures, equal bytes. Makes the folder. :class:`~bullet.errors.ResultsError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, format="png", metadata={"Software": None})
-        temporary.replace(path)
     except OSError as exc:
-        raise cannot_write(path, exc, temporary) from None
+        raise cannot_write(path, exc) from None
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
 def _thin(count: int) -> NDArray[np.int64]:
@@ -67,15 +67,15 @@ def _cdf(axes: Any, values: NDArray[np.float64], name: str, index: int) -> None:
               linestyle=STYLES[index % len(STYLES)], linewidth=1.7)
 
 
-def plot_cdfs(outcomes: Sequence[RunOutcome], summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_cdfs(requests: Sequence[RequestTable], summaries: Sequence[Mapping[str, Any]]) -> Figure:
     """TTFT and TPOT of finished requests, one curve a system, objectives as vertical lines."""
     figure = _figure(10, 4.4)
     left, right = figure.subplots(1, 2, sharey=True)
-    for i, (outcome, summary) in enumerate(zip(outcomes, summaries, strict=True)):
-        _cdf(left, metrics.ttft_s(outcome.requests) * 1e3, label(summary), i)
-        _cdf(right, metrics.tpot_s(outcome.requests) * 1e3, label(summary), i)
-    slo = outcomes[0].requests["ttft_slo_mean_length_s"]
-    slos = (float(slo[0]) * 1e3 if len(slo) else None, outcomes[0].tpot_slo_s * 1e3)
+    for i, (table, summary) in enumerate(zip(requests, summaries, strict=True)):
+        _cdf(left, metrics.ttft_s(table) * 1e3, label(summary), i)
+        _cdf(right, metrics.tpot_s(table) * 1e3, label(summary), i)
+    slo = requests[0]["ttft_slo_mean_length_s"]
+    slos = (float(slo[0]) * 1e3 if len(slo) else None, summaries[0]["tpot_slo_ms"])
     for axes, limit, name in ((left, slos[0], "TTFT SLO\n(mean length)"), (right, slos[1], "TPOT SLO")):
         axes.set_xscale("log")
         if limit is not None:
@@ -87,12 +87,12 @@ def plot_cdfs(outcomes: Sequence[RunOutcome], summaries: Sequence[Mapping[str, A
     _tidy(right, "time per output token, TPOT (ms, log scale)", "")
     for axes in (left, right):
         axes.grid(which="minor", axis="x", alpha=0.12, linewidth=0.5)
-    if len(outcomes) > 1:
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(outcomes)), fontsize=8.5,
+    if len(requests) > 1:
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(requests)), fontsize=8.5,
                       frameon=False)
     title = headline(summaries[0])
-    figure.suptitle(title if len(outcomes) > 1 else f"{label(summaries[0])}: {title}", fontsize=9)
-    _save(figure, path)
+    figure.suptitle(title if len(requests) > 1 else f"{label(summaries[0])}: {title}", fontsize=9)
+    return figure
 
 
 # What a step does, in the order of the legend; see-through, so that shared SMs show.
@@ -134,7 +134,7 @@ def _mean_sms(steps: StepTable, chosen: NDArray[np.bool_], edges: NDArray[np.flo
     return result
 
 
-def plot_sm_share(outcome: RunOutcome, summary: Mapping[str, Any], path: Path, window_s: float = WINDOW_S) -> None:
+def plot_sm_share(steps: StepTable, summary: Mapping[str, Any], window_s: float = WINDOW_S) -> Figure:
     """Who holds the SMs (as the paper's Fig. 20): the whole run in bins, and some seconds from its middle step by step.
 
     Prefill is drawn from the bottom, decode from the top: where both reach, colours mix and SMs are shared; white is idle.
@@ -143,7 +143,7 @@ def plot_sm_share(outcome: RunOutcome, summary: Mapping[str, Any], path: Path, w
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    steps, num_sms = outcome.steps, outcome.num_sms
+    num_sms = summary["num_sms"]
     figure = _figure(11.5, 5.0)
     (whole, zoom), (whole_queue, zoom_queue) = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=(3, 1))
     start, end, kind = steps["start_s"], steps["end_s"], _kind(steps)
@@ -184,23 +184,23 @@ def plot_sm_share(outcome: RunOutcome, summary: Mapping[str, Any], path: Path, w
     whole_queue.set_ylim(bottom=0)
     _tidy(whole, "", f"SMs held (of {num_sms}):\nprefill from below, decode from above")
     _tidy(zoom, "", "")
-    _tidy(whole_queue, f"{outcome.source} time (s)", "waiting\nrequests")
-    _tidy(zoom_queue, f"{outcome.source} time (s)", "")
+    _tidy(whole_queue, f"{summary['source']} time (s)", "waiting\nrequests")
+    _tidy(zoom_queue, f"{summary['source']} time (s)", "")
     whole_queue.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     handles = [Patch(color=_KINDS[i][1], alpha=_ALPHA, linewidth=0, label=_KINDS[i][0]) for i in present]
-    if outcome.sm_seconds.get("shared"):
+    if summary["sm_share"].get("shared"):
         handles.append(Patch(color=_SHARED, label="both (shared SMs)"))
     handles.append(Patch(facecolor="white", edgecolor="grey", label="idle"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
     figure.suptitle(f"{label(summary)}: {headline(summary)}", fontsize=9)
-    _save(figure, path)
+    return figure
 
 
 _SM_TIME = (("prefill_only", "prefill", COLOURS[0], ""), ("hybrid", "chunked batch", COLOURS[3], ""),
             ("shared", "shared", COLOURS[2], "///"), ("decode_only", "decode", COLOURS[1], ""), ("idle", "idle", "white", ""))
 
 
-def plot_comparison(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_comparison(summaries: Sequence[Mapping[str, Any]]) -> Figure:
     """Latencies (mean, and a tick at P90), throughput, attainment in both readings, and where SM time went."""
     figure = _figure(11.5, 6.2)
     panels = figure.subplots(2, 3).ravel()
@@ -236,11 +236,11 @@ def plot_comparison(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(headline(summaries[0]), fontsize=9.5)
-    _save(figure, path)
+    return figure
 
 
 def plot_validation(requests: Mapping[str, Mapping[str, NDArray[np.float64]]],
-                    counts: Mapping[str, Mapping[str, NDArray[np.float64]]], title: str, path: Path) -> None:
+                    counts: Mapping[str, Mapping[str, NDArray[np.float64]]], title: str) -> Figure:
     """A recorded run and its replay, by name: distributions of TTFT, TPOT and latency; requests running and waiting in time."""
     figure = _figure(11, 6.2)
     grid = figure.add_gridspec(2, 6)
@@ -260,10 +260,10 @@ def plot_validation(requests: Mapping[str, Mapping[str, NDArray[np.float64]]],
             axes.step(series["t"], series[name], where="post", color=COLOURS[index], linestyle=STYLES[index], linewidth=1.0)
         _tidy(axes, "time, s", f"requests {name}")
     figure.suptitle(title)
-    _save(figure, path)
+    return figure
 
 
-def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str, path: Path) -> None:
+def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Figure:
     """Simulated over measured against measured seconds, a colour a group; the band is 10 % either way."""
     figure = _figure(9, 4.6)
     axes = figure.add_subplot()
@@ -277,7 +277,7 @@ def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str,
     _tidy(axes, "measured, s", "simulated / measured")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(title)
-    _save(figure, path)
+    return figure
 
 
 def _bars(axes: Any, places: NDArray[Any], values: Sequence[float | None], factor: float, form: str, colours: Sequence[str],

@@ -25,19 +25,19 @@ TABLE: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def _cell(value: Any, form: str) -> str:
+def cell_text(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
 def label(summary: Mapping[str, Any]) -> str:
     """The system's name with the estimator that it asked; of a user's policy, without the folders."""
-    name = _plain(summary["system"])
+    name = file_name(summary["system"])
     asked = f" ({summary['estimator']})" if summary["estimator"] else ""
     room = NAME_WIDTH - len(asked)
     return (name if len(name) <= room else ".." + name[-(room - 2):]) + asked
 
 
-def _plain(name: object) -> str:
+def file_name(name: object) -> str:
     """A file without its folders, which config.toml and the summary keep."""
     return str(name).rpartition("/")[2]
 
@@ -53,11 +53,11 @@ def headline(summary: Mapping[str, Any]) -> str:
     elif not note.startswith("no partition"):  # a real run has no model; what matters is whether SMs were partitioned
         note = f"partition: {note}"
     return (f"{summary['source']} on {group}{str(summary['gpu']).upper()} ({note}), "
-            f"{_plain(summary['model'])}; {_plain(summary['trace'])}, {arrivals}, {summary['offered']} "
+            f"{file_name(summary['model'])}; {file_name(summary['trace'])}, {arrivals}, {summary['offered']} "
             f"{'request' if summary['offered'] == 1 else 'requests'}, seed {summary['seed']}")
 
 
-def _notes(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def notes_on(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     first = summaries[0]
     notes = ["TTFT and TPOT are of finished requests. SLO attainment: share of all offered requests with "
              f"TPOT <= {first['tpot_slo_ms']:g} ms", "and TTFT within rate x the trace's mean prompt (mean-len) or rate x own "
@@ -77,7 +77,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Aligned text, one system a row, under 120 columns; says first that it is simulated, and on what."""
     columns = [["", "system", *map(label, summaries)]]
     for group in dict.fromkeys(group for group, *_ in TABLE):
-        block = [[title, *(_cell(s[key], form) for s in summaries)] for g, title, key, form in TABLE if g == group]
+        block = [[title, *(cell_text(s[key], form) for s in summaries)] for g, title, key, form in TABLE if g == group]
         widths = [max(map(len, cells)) for cells in block]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in zip(*block, strict=True)]
         columns.append([group.center(len(lines[0])), *lines])
@@ -85,7 +85,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> str:
     lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
              .rstrip() for row in zip(*columns, strict=True)]
     lines.insert(2, "-" * max(map(len, lines)))
-    return "\n".join([headline(summaries[0]), "", *lines, "", *_notes(summaries)])
+    return "\n".join([headline(summaries[0]), "", *lines, "", *notes_on(summaries)])
 
 
 def write_comparison(folder: Path, summaries: Sequence[Mapping[str, Any]]) -> None:

@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bullet.files import cannot_write
+from bullet.files import whole_file
 from bullet.results.columns import RunOutcome
-
-# --------------------------------------------------------------------------------------------- Perfetto
-
 
 _CHUNK_ROWS = 8192
 _THREADS = {"prefill": 1, "decode": 2, "hybrid": 3}
@@ -63,15 +60,10 @@ def perfetto_events(outcome: RunOutcome) -> Iterator[str]:
 
 def write_perfetto(outcome: RunOutcome, path: Path) -> None:
     """Streamed: a long run's trace never stands in memory. Open it at ui.perfetto.dev."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            separator = ""
-            for event in perfetto_events(outcome):
-                file.write(separator + event)
-                separator = ",\n"
-            file.write("\n]}\n")
-        temporary.replace(path)
-    except OSError as exc:
-        raise cannot_write(path, exc, temporary) from None
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = ""
+        for event in perfetto_events(outcome):
+            file.write(separator + event)
+            separator = ",\n"
+        file.write("\n]}\n")

@@ -700,7 +700,7 @@ def _ingredients_table(s: Mapping[str, Any], count: int) -> list[str]:
 def write(folder: Path, v: Validation) -> None:
     """validate.json, validate.txt, validate.png and the requests of the one run beside the recorded ones."""
     from bullet.files import write_json, write_text
-    from bullet.results.plots import plot_validation
+    from bullet.results.plots import plot_validation, save
 
     write_json(folder / "validate.json", v.summary)
     write_text(folder / "validate.txt", table(v))
@@ -712,5 +712,6 @@ def write(folder: Path, v: Validation) -> None:
         numbers = ",".join(f"{x[m][i]:.6f}" for m in METRICS for x in (real, ours))
         rows.append(f"{i},{r.prompt_tokens[i]},{r.output_tokens[i]},{numbers}")
     write_text(folder / "requests.csv", "\n".join(rows) + "\n")
-    plot_validation({"measured": real, "simulated": ours}, {"measured": r.series, "simulated": one.series},
-                    f"{r.target}, {r.model}: measured and simulated (one run, in full)", folder / "validate.png")
+    figure = plot_validation({"measured": real, "simulated": ours}, {"measured": r.series, "simulated": one.series},
+                             f"{r.target}, {r.model}: measured and simulated (one run, in full)")
+    save(figure, folder / "validate.png")

@@ -360,7 +360,7 @@ def _diagnosis(v: Mapping[str, Any]) -> list[str]:
 def write(folder: Path, v: Mapping[str, Any]) -> None:
     """validate.json, validate.txt, validate.png and points.csv."""
     from bullet.files import write_json, write_text
-    from bullet.results.plots import plot_points
+    from bullet.results.plots import plot_points, save
 
     write_json(folder / "validate.json", v)
     write_text(folder / "validate.txt", table(v))
@@ -378,4 +378,4 @@ def write(folder: Path, v: Mapping[str, Any]) -> None:
             kind = "batch seconds" if metric == "batch" else metric.split("_")[0].upper()
             if kind in ("TTFT", "TPOT", "batch seconds") and metric not in v["engines"][row["engine"]]["reported_only"]:
                 groups.setdefault(f"{kind}, {row['gpu']}", []).append((measured_s, found["simulated_s"][metric]))
-    plot_points(groups, f"{MODEL}: measured by others and simulated, nothing fitted", folder / "validate.png")
+    save(plot_points(groups, f"{MODEL}: measured by others and simulated, nothing fitted"), folder / "validate.png")
