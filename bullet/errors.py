@@ -50,3 +50,8 @@ def require(ok: bool, what: str, value: object, allowed: str) -> None:
     """A value of the user's that must hold: else a :class:`ConfigError` with the value and what is allowed."""
     if not ok:
         raise ConfigError(f"{what} = {value!r}: must be {allowed}")
+
+
+def one_line(what: object, most: int | None = None) -> str:
+    """A message of somebody else's for a line of ours: its words, the first ``most`` characters."""
+    return " ".join(str(what).split())[:most]

@@ -1,12 +1,15 @@
-"""What is printed at the end of a sweep: co-run, control and own kernels' tables from finalised rows, in few characters."""
+"""What is printed at the end of a sweep, or from its folder: co-run, control and own kernels' tables, in few characters."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from bullet.profiles.rows import ENGINE_OPS
+from bullet.errors import ProfileError, ResultsError
+from bullet.profiler.sweep import SweepResult
+from bullet.profiles.rows import ENGINE_OPS, agreement, finalise, read_journal, write_parquet
 
 Row = Mapping[str, Any]
 MAX_CHARS = 11_500
@@ -168,3 +171,81 @@ def fit(fixed: Iterable[str], tables: Iterable[Sequence[str]], limit: int = MAX_
         out.append(line)
         used += len(line) + 1
     return out
+
+
+def tables(rows: Sequence[Row]) -> list[list[str]]:
+    """Control, co-run, own kernels' and operation tables of what was measured last, then those of other models or backends
+    that the folder also holds: one cell never stands for two of them.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["dtype"], row["backend"]), []).append(row)
+    out = []
+    for (model, _, backend), found in sorted(groups.items(), key=lambda group: group[1][-1] is not rows[-1]):
+        gpu = found[0]["gpu"]
+        on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {gpu}"}.get(
+            backend, f"measured on {gpu}" + (", no partition" if backend == "none" else ""))
+        on += f", {model}"
+        out += [lines(found, on) for lines in (control_lines, corun_lines, own_kernel_lines, operation_lines)]
+    return out
+
+
+# ------------------------------------------------------------------------------------------- of a folder
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """As a text file; :class:`ResultsError` if that cannot be."""
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise ResultsError(f"{path}: cannot be written ({exc.strerror}); rows until here are kept") from None
+
+
+def _write_samples(out: Path, rows: Sequence[Row], gpu: str, source: str) -> bool:
+    """Whether pyarrow is there to write them."""
+    try:
+        write_parquet(out / "samples.parquet", rows, {"gpu": gpu, "source": source})
+    except ImportError:
+        return False
+    return True
+
+
+def closing(out: Path, rows: Sequence[Row], result: SweepResult, gpu: str, source: str, verdicts: Sequence[str]) -> list[str]:
+    """A sweep's last lines; writes its samples.parquet."""
+    where = (f"{out / 'samples.parquet'} and samples.jsonl" if _write_samples(out, rows, gpu, source)
+             else f"{out / 'samples.jsonl'} (pyarrow is not installed: no samples.parquet)")
+    label = {"measured": "measured on", "simulated": "simulated, not measured:"}[source]
+    ended = result.stopped or "plan done" + (f", and {result.beyond} points more in the time left" if result.beyond else "")
+    fixed = [f"Sweep: {label} {gpu}; {result.measured} points in {result.elapsed_s:.0f} s, {ended}"
+             + (f", {result.left} left: the same command resumes" if result.left else "")]
+    fixed += [f"  failed: {key}: {why}"[:200] for key, why in result.failed[:5]]
+    if len(result.failed) > 5:
+        fixed.append(f"  .. and {len(result.failed) - 5} more failed points")
+    return fit([*fixed, f"{len(rows)} rows in {where}", drift_line(rows), *verdicts], tables(rows))
+
+
+def table(out: Path, *, say: Callable[[str], None]) -> None:
+    """What a sweep says and writes last, from its rows alone: for one that was killed before it came to that."""
+    header, journal, _ = read_journal(out / "samples.jsonl")
+    if not journal:
+        raise ProfileError(f"{out / 'samples.jsonl'}: holds no row yet")
+    rows = finalise(journal)
+    gpu, source = str(header.get("gpu")), str(header.get("source"))
+    if not _write_samples(out, rows, gpu, source):
+        say("pyarrow is not installed: no samples.parquet")
+    proven = {kind: sum(row["partition"] == kind for row in rows) for kind in ("proven", "unproven", "none")}
+    lines = fit([f"{len(rows)} rows of {gpu} ({source}): " + ", ".join(f"{n} {kind}" for kind, n in proven.items()),
+                 drift_line(rows)], tables(rows))
+    say("\n".join(lines))
+    write_lines(out / "summary.txt", lines)
+
+
+def compare(first: Path, second: Path) -> tuple[int, float]:
+    """Measurements that two sweeps of one device have in common, and the median of their relative differences."""
+    (a, rows), (b, others) = (read_journal(folder / "samples.jsonl" if folder.is_dir() else folder)[:2]
+                              for folder in (first, second))
+    for name in ("gpu", "source"):
+        if a.get(name) != b.get(name):
+            raise ProfileError(f"{first} is of {name} {a.get(name)!r}, {second} of {b.get(name)!r}: "
+                               "only tables of one device are compared")
+    return agreement(rows, others)

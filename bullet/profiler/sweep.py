@@ -36,7 +36,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class SweepResult:
     """What one call did. ``left``: planned points not come to; ``beyond``: points measured beyond the plan. ``stopped``:
     why it ended before the plan did, or empty. ``status``: exit status of that: 0 for the plan or the budget, 2 busy or
-    nothing measured, 3 device lost, 130 Ctrl-C, 143 terminated.
+    nothing measured, 3 device lost, 130 Ctrl-C, 143 terminated. ``lines``: the closing table, the first says how it ended.
     """
 
     measured: int = 0
@@ -46,6 +46,7 @@ class SweepResult:
     stopped: str = ""
     status: int = 0
     elapsed_s: float = 0.0
+    lines: list[str] = field(default_factory=list)
 
 
 class Terminated(KeyboardInterrupt):

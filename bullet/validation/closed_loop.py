@@ -12,9 +12,7 @@ model's config.json too, so that it can run later and elsewhere (``--from``), wh
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -173,23 +171,18 @@ SWEEP_S = 45.0
 def sweep(args: argparse.Namespace, base: RunConfig, out: Path, say: Callable[[str], None], *, again: bool = False) -> None:
     """``bullet-profile sweep --device cpu`` of the engine's layers and steps into ``out``, as the command does it; ``again``: the
     steps alone. Torch's operations play no part here, and a busy machine changes while they are swept."""
-    from bullet.cli import measure as profile_cli
-    from bullet.profiler import plan
+    from bullet.profiler import plan, session
 
     budget_s = SWEEP_S if args.budget_s is None else min(SWEEP_S, 0.3 * args.budget_s)
     wanted = {"gemm_lm_head", *(() if again else plan.ENGINE_LAYERS)}
-    skip = [word for op in plan.OPS if op not in wanted for word in ("--skip", op)]
-    command = profile_cli.build_parser().parse_args([
-        "sweep", "--device", "cpu", "--model", base.device.model, "--threads", str(args.threads), "--seed", str(base.seed),
-        "--budget-s", f"{budget_s:.3f}", "--out", str(out), *skip])
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):  # its plan and summary are in its folder
-        status = profile_cli.sweep_command(command, time.monotonic())
-    if status in (130, 143):
+    # Its plan and summary are in its folder.
+    result = session.sweep(session.Target("cpu", threads=args.threads), out, model=base.device.model, budget_s=budget_s,
+                           seed=base.seed, skip=[op for op in plan.OPS if op not in wanted])
+    if result.status in (130, 143):
         raise KeyboardInterrupt
-    if status:
-        raise ProfileError(f"{out}: the sweep ended with status {status}: see summary.txt there")
-    say(next((line for line in printed.getvalue().splitlines() if line.startswith("Sweep:")), "swept"))
+    if result.status:
+        raise ProfileError(f"{out}: the sweep ended with status {result.status}: see summary.txt there")
+    say(result.lines[0])
 
 
 def profile_of_sweep(folder: Path, model: ModelSpec, which: str = "sweep", out: str | None = "profile") -> StepProfile:

@@ -24,7 +24,7 @@ from bullet.catalog.models import MODELS, get_model  # noqa: E402
 from bullet.cli import measure as profile_cli  # noqa: E402
 from bullet.errors import PartitionError  # noqa: E402
 from bullet.gpu.partition import Driver, Split, green_context_table, unpartitioned_table  # noqa: E402
-from bullet.profiler import bench_cuda  # noqa: E402
+from bullet.profiler import bench_cuda, session  # noqa: E402
 from bullet.profiler.bench import DeviceLostError, PointError  # noqa: E402
 from bullet.profiler.check import run_check  # noqa: E402
 from bullet.profiler.plan import Point, Rates, Shape, decode, prefill  # noqa: E402
@@ -160,7 +160,7 @@ def test_graphs_that_leave_their_partition_are_captured_inside_its_context(gpu, 
 
 def test_lanes_that_only_took_turns_are_no_reason_to_enter_contexts():
     bench, _, stub = open_bench(serial=True)
-    report = profile_cli._prove(bench, "")
+    report = session.prove(bench, "")
     assert report.num_proven == 0
     assert "eager: the lanes ran one after the other" in report.pairs[0].reasons
     assert "cuCtxPushCurrent" not in stub.calls
@@ -168,7 +168,7 @@ def test_lanes_that_only_took_turns_are_no_reason_to_enter_contexts():
 
 def test_contexts_that_do_not_help_are_left_again():
     bench, _, stub = open_bench(graphs_leak="always")
-    report = profile_cli._prove(bench, "")
+    report = session.prove(bench, "")
     assert report.num_proven == 0
     entered = stub.calls.count("cuCtxPushCurrent")
     assert entered

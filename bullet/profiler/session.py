@@ -1,0 +1,336 @@
+"""A whole check or sweep, from opening the device to the last table: what ``bullet-profile`` and the closed loop call.
+
+    Target --open--> bench, axes, speeds --prove--> report --plan--> points --sweep--> rows, tables
+
+``say`` takes lines as they come; what a notebook wants is in what is returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import ModelSpec, get_model
+from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, ResultsError, one_line, require
+from bullet.gpu.partition import IGNORE_SM_COSCHEDULING, PartitionTable, Split, SplitRefusedError, granularity, simulated_table
+from bullet.profiler import check as checking
+from bullet.profiler import plan as planning
+from bullet.profiler import summary
+from bullet.profiler.bench import Bench, CpuBench, SimulatedBench
+from bullet.profiler.sweep import SweepResult, closing_seconds, run_prefix, run_sweep
+from bullet.profiles.rows import ENGINE_PHASES, Journal, finalise, read_journal
+
+Say = Callable[[str], None]
+CPU_BUDGET_S = 45.0
+DEVICES = ("cuda", "cpu", "simulated")
+BACKENDS = ("auto", "green-context", "software", "none")
+SKIPPABLE = (*planning.OPS, *ENGINE_PHASES)
+
+
+def silent(line: str) -> None:
+    """A ``say`` that says nothing."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is measured, and on which parts of it.
+
+    ``backend``: how SMs are partitioned; auto: green contexts, else (a sweep only) none, and every row says so. ``splits``: only
+    these, else the plan's. ``ignore_coscheduling``: splits in multiples of 2 on Hopper and above. ``gpu``, ``noise_std``: of a
+    simulated device; ``threads``: what stands in for a CPU's SMs; ``allow_busy``: beside other processes on the card.
+    """
+
+    device: str = "cuda"
+    backend: str = "auto"
+    splits: Sequence[Split] = ()
+    ignore_coscheduling: bool = False
+    gpu: str = "h200"
+    allow_busy: bool = False
+    threads: int | None = None
+    noise_std: float = 0.03
+
+    def __post_init__(self) -> None:
+        """An option that the device would ignore is an error: nobody takes plain rows for what was asked."""
+        require(self.device in DEVICES, "device", self.device, " or ".join(DEVICES))
+        require(self.backend in BACKENDS, "backend", self.backend, " or ".join(BACKENDS))
+        if self.device != "cuda" and self.backend != "auto":
+            raise ConfigError(f"--backend {self.backend}: only --device cuda has backends, this is --device {self.device}")
+        if self.device == "cpu" and (self.splits or self.ignore_coscheduling):
+            raise ConfigError("--splits, --ignore-coscheduling: a CPU has no SMs to split; use --device cuda or simulated")
+
+    @property
+    def flags(self) -> int:
+        """Of the driver's split."""
+        return IGNORE_SM_COSCHEDULING if self.ignore_coscheduling else 0
+
+    def simulated_splits(self) -> tuple[list[Split], list[Split]]:
+        """Core and further splits of ``gpu``, without one."""
+        gpu = get_gpu(self.gpu)
+        rule = granularity(gpu.compute_capability, self.flags)
+        core = list(self.splits) or list(planning.choose_splits(gpu.num_sms, rule, planning.CORE_DECODE_SHARES))
+        extra = [] if self.splits else planning.choose_splits(gpu.num_sms, rule, planning.EXTRA_DECODE_SHARES)
+        return core, [s for s in extra if s not in core]
+
+    def simulated_table(self) -> PartitionTable:
+        """What ``gpu`` would grant of them."""
+        gpu, (core, extra) = get_gpu(self.gpu), self.simulated_splits()
+        return simulated_table([*core, *extra], gpu.num_sms, gpu.compute_capability, self.flags)
+
+
+# ------------------------------------------------------------------------------------------------ opening
+
+
+@dataclass
+class Session:
+    """An open device, what the plan may use of it, and the proof."""
+
+    bench: Bench
+    axes: planning.Axes
+    rates: planning.Rates
+    report: checking.CheckReport
+    fits: Callable[[planning.Shape], bool]
+    fixed: dict[str, Any]
+
+
+def _open_cuda(target: Target, model: ModelSpec, seed: int, say: Say, *, fall_back: bool, started_s: float,
+               budget_s: float | None = None) -> Session:
+    from bullet.profiler import bench_cuda
+
+    for name, effect in bench_cuda.missing_packages().items():
+        say(f"without {name}: {effect}")
+
+    def open_(backend: str) -> tuple[Any, list[Split], dict[str, Any]]:
+        return bench_cuda.open_cuda(model, backend=backend, core=planning.CORE_DECODE_SHARES,
+                                    extra=planning.EXTRA_DECODE_SHARES, asked=target.splits, flags=target.flags,
+                                    seed=seed, allow_busy=target.allow_busy)
+
+    note = "no partition: plain streams"
+    try:
+        bench, asked_core, fixed = open_("green-context" if target.backend == "auto" else target.backend)
+    except PartitionError as exc:
+        if target.backend != "auto" or not fall_back or (target.splits and isinstance(exc, SplitRefusedError)):
+            raise
+        note = f"no partition: {exc}"
+        say(f"{note}; going on with plain streams, and every row says so")
+        bench, asked_core, fixed = open_("none")
+    try:
+        broken = bench.try_kernels()
+        if broken:
+            say(f"triton does not work here ({broken}): no probe, so nothing can be proven, and no ALU-spin control")
+        report = prove(bench, note, say)
+        if fall_back and target.backend == "auto" and _useless(report):
+            note = f"no partition: every probe on a green context failed ({report.pairs[0].reasons[0]})"
+            say(f"{note}; going on with plain streams, and every row says so")
+            _close(bench)
+            bench, asked_core, fixed = open_("none")
+            bench.try_kernels()
+            report = prove(bench, note, say)
+        core = [p.granted for p in bench.table.pairs if p.asked in asked_core] if bench.backend == "green-context" else []
+        extra = [p.granted for p in bench.table.pairs if p.granted not in core] if core else []
+        if bench.backend == "software":
+            for op in planning.OPS:
+                bench.table.allow(_Named(op))
+        fits = bench_cuda.fits_in(model, 2, bench.free_bytes())
+        # 1 s: plan and journal. The closing is part of the budget too.
+        elapsed_s = time.monotonic() - started_s + 1 + closing_seconds(budget_s or 240.0)
+        rates = bench_cuda.rates_for(bench.props, startup_s=elapsed_s)
+        return Session(bench, planning.gpu_axes(core, extra), rates, report, fits, fixed)
+    except BaseException:
+        _close(bench)
+        raise
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+    takes_num_sms: bool = False
+
+
+def prove(bench: Any, note: str, say: Say = silent) -> checking.CheckReport:
+    if bench.backend == "software":
+        return checking.unchecked(bench.table, bench.gpu, "no partition: grids are bounded, nothing is isolated")
+    if bench.backend != "green-context":
+        return checking.unchecked(bench.table, bench.gpu, note)
+    try:
+        report = checking.run_check(bench.table, bench, bench.gpu)
+    except PartitionError as exc:
+        return checking.unchecked(bench.table, bench.gpu, str(exc))
+    if _misplaced(report) and bench.enter_contexts():
+        say(f"{report.num_proven} of {len(report.pairs)} pairs proven by streams alone; once more with each green context "
+            "made current")
+        again = checking.run_check(bench.table, bench, bench.gpu)
+        if again.num_proven <= report.num_proven:
+            bench.leave_contexts()
+        else:
+            report = again
+    return report
+
+
+def _misplaced(report: checking.CheckReport) -> bool:
+    """Work that ran elsewhere than on its lane's SMs, or not at all: what making the context current may cure."""
+    return not report.control_reasons and any(
+        word in reason for pair in report.pairs for reason in pair.reasons for word in ("ran on ", "share", "probe failed"))
+
+
+def _useless(report: checking.CheckReport) -> bool:
+    """Not one probe ran on any pair, though the control did: nothing can be measured on these streams."""
+    return bool(report.pairs) and not report.control_reasons and all(
+        any(reason.startswith("probe failed") for reason in pair.reasons) for pair in report.pairs)
+
+
+def _open_cpu(target: Target, model: ModelSpec, seed: int) -> Session:
+    bench = CpuBench(model, threads=target.threads, seed=seed)
+    splits = [p.granted for p in bench.table.pairs]
+    core = [splits[i] for i in sorted({0, len(splits) // 2, len(splits) - 1})]
+    report = checking.unchecked(bench.table, bench.gpu, "CPU, no partition: threads are the unit, lanes alternate")
+    rates = planning.Rates(bench.num_units, 3e10 * bench.num_units, 5e9, launch_s=2e-5, knee_share=1.0, point_s=0.03,
+                           startup_s=4.0, replays=10, min_replay_s=2e-3)
+    return Session(bench, planning.cpu_axes(core, splits), rates, report, _cpu_fits(model), {})
+
+
+def _cpu_fits(model: ModelSpec) -> Callable[[planning.Shape], bool]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30
+
+    def fits(shape: planning.Shape) -> bool:
+        return 4 * planning.flops_and_bytes(model, shape)[1] * 4 / model.dtype_bytes <= total
+    return fits
+
+
+def _open_simulated(target: Target, model: ModelSpec, seed: int) -> Session:
+    table = target.simulated_table()
+    bench = SimulatedBench(model, target.gpu, table, noise_std=target.noise_std, seed=seed)
+    report = checking.unchecked(table, bench.gpu, "simulated: split arithmetic alone, nothing is measured")
+    rates = planning.Rates(bench.num_units, 1e18, 1e18, launch_s=0.0, point_s=1e-3, startup_s=0.0, min_replay_s=0.0)
+    return Session(bench, planning.gpu_axes(*target.simulated_splits()), rates, report, lambda shape: True, {})
+
+
+# --------------------------------------------------------------------------------------------- in one call
+
+
+def check(target: Target = Target(), out: Path | None = None, *, say: Say = silent) -> checking.CheckReport:
+    """Prove each pair of partitions with an SM probe; ``check.json`` into ``out``. A simulated target shows split arithmetic."""
+    if target.device == "cpu":
+        raise PartitionError("check --device cpu: a CPU has no SM partitions to prove; use --device cuda or simulated")
+    if target.device == "simulated":
+        table = target.simulated_table()
+        report = checking.unchecked(table, f"simulated {target.gpu}", "simulated: split arithmetic alone, nothing is proven")
+        if out is not None:
+            report.write(out / "check.json")
+        say("\n".join([*report.lines()[:2], *(f"  {p.granted!s:>8}  would be granted" for p in table.pairs)]))
+        return report
+    if out is not None:
+        _prepare(out)
+    session = _open_cuda(target, get_model("tiny"), 0, say, fall_back=False, started_s=time.monotonic())
+    try:
+        if out is not None:
+            session.report.write(out / "check.json")
+        say("\n".join(session.report.lines()))
+    finally:
+        _close(session.bench)
+    return session.report
+
+
+def plan_lines(target: Target = Target(), *, model: str | None = None, budget_s: float | None = None, seed: int = 0,
+               skip: Sequence[str] = ()) -> list[str]:
+    """What a sweep of ``target.gpu`` would measure in ``budget_s``, by its data sheet; needs no device."""
+    from bullet.profiler.bench_cuda import Props, fits_in, rates_for
+
+    spec, budget_s = _defaults(target, model, budget_s)
+    gpu = get_gpu(target.gpu)
+    props = Props(gpu.name, gpu.num_sms, gpu.compute_capability, gpu.l2_bytes, gpu.mem_bytes)
+    plan = planning.make_plan(spec, planning.gpu_axes(*target.simulated_splits()), rates_for(props), budget_s=budget_s, seed=seed,
+                              fits=fits_in(spec, spec.dtype_bytes, int(0.9 * gpu.mem_bytes)), allowed=_without(skip))
+    return [f"Plan for {spec.name} on {gpu.name} ({gpu.num_sms} SMs): nothing is measured", *plan.describe()]
+
+
+def sweep(target: Target = Target(), out: Path | None = None, *, model: str | None = None, budget_s: float | None = None,
+          seed: int = 0, skip: Sequence[str] = (), started_s: float | None = None, say: Say = silent) -> SweepResult:
+    """Prove the partitions, then measure alone and side by side into ``out`` (default: runs/profile-DEVICE), which is resumed.
+
+    ``model``: a built-in name or a config.json (default llama-3.1-8b; tiny on a CPU). ``budget_s``: seconds for everything, from
+    ``started_s`` (time.monotonic(); default: now) on. ``skip``: operations to leave out. The result's ``status`` and ``stopped``
+    say how it ended, its ``lines`` are the table. Raises :class:`BulletError` where nothing can be measured.
+    """
+    started_s = time.monotonic() if started_s is None else started_s
+    spec, budget_s = _defaults(target, model, budget_s)
+    allowed = _without(skip)
+    out = out or Path("runs") / f"profile-{target.device}"
+    _prepare(out)
+    if target.device == "cuda":
+        session = _open_cuda(target, spec, seed, say, fall_back=True, started_s=started_s, budget_s=budget_s)
+    else:
+        session = (_open_cpu if target.device == "cpu" else _open_simulated)(target, spec, seed)
+    bench, report = session.bench, session.report
+    try:
+        say("\n".join(report.lines()))
+        with Journal(out / "samples.jsonl", {"gpu": bench.gpu, "source": bench.source}) as journal:
+            report.write(out / "check.json")  # not before the journal: another GPU's folder stays as it is
+            if not any(session.fits(s) for s in session.axes.corun_prefill) or not any(
+                    session.fits(s) for s in session.axes.corun_decode):
+                raise ProfileError(f"too little memory on {bench.gpu} for one layer of {spec.name}: end other processes, or "
+                                   "choose a smaller --model")
+            plan = planning.make_plan(
+                spec, session.axes, session.rates, budget_s=budget_s, seed=seed, fits=session.fits,
+                allowed=lambda point: bench.allowed(point) and allowed(point), done=journal.done(),
+                prefix=run_prefix(bench, spec))
+            if target.device != "cuda":  # elsewhere nothing rests on more points
+                plan = dataclasses.replace(plan, spare=())
+            text = [f"Plan: {spec.name}, {bench.dtype}, on {bench.gpu} ({bench.num_units} {bench.unit}s)"
+                    + (f", {len(journal.rows)} rows are there already" if journal.rows else ""), *plan.describe(bench.unit)]
+            say("\n".join(text))
+            summary.write_lines(out / "plan.txt", text)
+            result = run_sweep(bench, spec, plan, journal, report, budget_s=budget_s, started_s=started_s,
+                               fixed=session.fixed, say=say)
+            rows = finalise(journal.rows)
+        result.lines = summary.closing(out, rows, result, bench.gpu, bench.source, report.lines())
+        say("\n" + "\n".join(result.lines))
+        summary.write_lines(out / "summary.txt", result.lines)
+        if result.status in (2, 3):
+            _warn(f"error: {result.stopped}")
+        return result
+    finally:
+        _close(bench)
+
+
+def _defaults(target: Target, model: str | None, budget_s: float | None) -> tuple[ModelSpec, float | None]:
+    cpu = target.device == "cpu"
+    return get_model(model or ("tiny" if cpu else "llama-3.1-8b")), CPU_BUDGET_S if cpu and budget_s is None else budget_s
+
+
+def _without(ops: Sequence[str]) -> Callable[[planning.Point], bool]:
+    for op in ops:
+        require(op in SKIPPABLE, "skip", op, f"one of {', '.join(SKIPPABLE)}")
+    return lambda point: point.shape.op not in ops and (point.other is None or point.other.op not in ops)
+
+
+def _prepare(out: Path) -> None:
+    """Make the folder and look at what is in it before a device is opened: an error costs no device time then."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as exc:
+        raise ResultsError(f"{out}: cannot be written ({exc.strerror}): choose another --out") from None
+    samples = out / "samples.jsonl"
+    if samples.exists() and samples.stat().st_size:
+        read_journal(samples)
+
+
+def _close(bench: Bench) -> None:
+    """Destroy contexts. On a device that was lost the calls fail too, and the first error is the one to report."""
+    try:
+        bench.close()
+    except (BulletError, RuntimeError) as exc:
+        _warn(f"while cleaning up: {one_line(exc, 300)}")
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"bullet-profile: {text}\n")
