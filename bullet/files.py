@@ -36,8 +36,18 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise cannot_write(path, exc) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text, whole or not at all; :class:`ResultsError`."""
+def write_text(path: Path, text: str, *, replace: bool = True) -> None:
+    """Write UTF-8 text, whole or not at all; :class:`ResultsError`.
+
+    ``replace`` false: other bytes than these are not written over; the same again are no loss.
+    """
+    if not replace:
+        try:
+            kept = path.read_bytes() if path.exists() else None
+        except OSError as exc:
+            raise ResultsError(f"{path}: cannot be read ({exc.strerror}): choose another --out") from None
+        if kept not in (None, text.encode()):
+            raise ResultsError(f"{path}: is there and differs: choose another --out, or say --replace")
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -45,6 +55,14 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Strict JSON: an undefined figure is null, never NaN."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def make_folder(folder: Path) -> None:
+    """One that may be there, whatever it holds; :class:`ResultsError` if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ResultsError(f"{folder}: cannot be made ({exc.strerror}): choose another --out") from None
 
 
 def create_folder(folder: Path) -> bool:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
-from bullet.cli.fit import fit_samples
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.errors import BulletError
+from bullet.profiles.fit import fit_samples
 from bullet.profiles.importers import import_public
 from bullet.profiles.show import error_lines
 from bullet.profiles.source_page import source_page, write_page

@@ -11,7 +11,6 @@ pytest.importorskip("scipy")
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
-from bullet.cli.fit import fit_samples, waves_by_evidence
 from bullet.cli.profile import main as profile
 from bullet.config import DeviceConfig
 from bullet.devices.coefficients import DeviceCoefficients
@@ -23,6 +22,7 @@ from bullet.profiles import forms as fit
 from bullet.profiles import importers
 from bullet.profiles import kernels as fit_profile
 from bullet.profiles import sm_axis as fit_sms
+from bullet.profiles.fit import fit_samples, waves_by_evidence
 from bullet.profiles.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
 from bullet.profiles.rows import Row, finalise, read_parquet, write_parquet
 from bullet.profiles.source_page import MARK, source_page, write_page

@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from bullet.errors import ConfigError, require
 from bullet.units import GIB, GIGA, MIB, TERA
 
+PEAK_SLACK = 1.02
+"""Measured operations a second may exceed the data sheet's by this: cards boost above its clock (RTX 4090: by 0.5 %)."""
+BYTES_SLACK = 1.05
+"""Likewise bytes a second, what the L2 cache can hold aside."""
+FLOOR_S = 20e-6
+"""What a kernel may take beyond its roofline however small it is: launch, ramp-up, tail."""
+UNIT_FACTOR = 100.0
+"""Further from its neighbours, or above its roofline, than this, a value is in another unit."""
+
 # ----------------------------------------------------------------------------------------------- GPUs
 
 

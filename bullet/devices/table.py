@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.catalog.gpus import GpuSpec, get_gpu
+from bullet.catalog.gpus import BYTES_SLACK, FLOOR_S, PEAK_SLACK, UNIT_FACTOR, GpuSpec, get_gpu
 from bullet.catalog.models import ModelSpec, get_model
 from bullet.config import DeviceConfig
 from bullet.devices.coefficients import PROFILES, DeviceCoefficients, analytic_coefficients
@@ -328,7 +328,6 @@ def _require_steady(seconds: NDArray[np.float64], axes: Sequence[NDArray[np.floa
 
 def check_tables(tables: KernelTables, model: ModelSpec, gpu: GpuSpec, where: str) -> None:
     """Refuse GEMMs that beat the data sheet or take a hundred times what it allows: other units, or another GPU."""
-    from bullet.profiles.importers import BYTES_SLACK, FLOOR_S, PEAK_SLACK, UNIT_FACTOR
     from bullet.work import dense_kernels
 
     shapes = {f"{k.name}_proj": (k.columns, k.k) for k in dense_kernels(model, 1) if k.k}

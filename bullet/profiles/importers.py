@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bullet.catalog.gpus import GPUS, GpuSpec, get_gpu
+from bullet.catalog.gpus import BYTES_SLACK, FLOOR_S, GPUS, PEAK_SLACK, UNIT_FACTOR, GpuSpec, get_gpu
 from bullet.catalog.models import ModelSpec, get_model
-from bullet.errors import ProfileError
+from bullet.devices.coefficients import PROFILES
+from bullet.errors import ProfileError, ResultsError
+from bullet.files import make_folder
 from bullet.parquet import read_table
-from bullet.profiles.rows import ENGINE_OPS, ENGINE_PHASES, KINDS, SOURCES, Row, check_row
+from bullet.profiles.rows import ENGINE_OPS, ENGINE_PHASES, KINDS, SOURCES, Row, check_row, write_parquet
 from bullet.units import MICRO, MILLI
 from bullet.work import dense_kernels, embedding_bytes
 
@@ -32,16 +34,8 @@ DEVICES: Mapping[str, str] = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
 }
 """Device names as tables give them -> our GPU. A name that is not here is refused, never guessed."""
-PEAK_SLACK = 1.02
-"""Operations a second may exceed the data sheet's by this: cards boost above its clock (RTX 4090: by 0.5 %)."""
-BYTES_SLACK = 1.05
-"""Likewise bytes a second, what the L2 cache can hold aside."""
-FLOOR_S = 20e-6
-"""What a kernel may take beyond its roofline however small it is: launch, ramp-up, tail."""
 LEAST_S = 0.2e-6
 """No kernel is launched and done sooner: a value below is in another unit."""
-UNIT_FACTOR = 100.0
-"""Further from its neighbours, or above its roofline, than this, a value is in another unit."""
 REPEAT_SPREAD = 1.5
 """Repeats of one measurement further apart than this (largest over smallest) are not repeats."""
 SHAPE = ("tokens", "batch", "context_tokens", "decode_seqs", "decode_context_tokens", "columns", "inner", "heads", "kv_heads",
@@ -508,6 +502,24 @@ A100, A800, H100, RTX4090 = "NVIDIA A100 80GB", "NVIDIA A800 80GB", "NVIDIA H100
 def _llama_gemms(m: int, n: int, k: int) -> bool:
     """Shapes of Llama-3.1-8B and those of the grid that enclose them: 28672 and 14336 are not on it."""
     return (n, k) in {(6144, 4096), (4096, 4096), (16384, 4096), (51200, 4096), (65536, 4096), (4096, 12288), (4096, 16384)}
+
+
+PUBLIC = ("a100-80gb", "h100", "rtx4090")
+"""GPUs of which public tables are known."""
+
+
+def import_samples(gpu: str, data: Path, out: Path | None = None, replace: bool = False) -> tuple[Path, list[Row]]:
+    """:func:`import_public`, written to ``out`` (default: the GPU's profile); where, and the rows.
+
+    :class:`ResultsError` if a file is there, unless ``replace``, or it cannot be written.
+    """
+    path = out or PROFILES / gpu / "llama-3.1-8b" / "samples.parquet"
+    if path.exists() and not replace:
+        raise ResultsError(f"{path}: is there: choose another --out, or say --replace")
+    rows = import_public(gpu, data)
+    make_folder(path.parent)
+    write_parquet(path, rows, {"gpu": gpu, "source": "measured"})
+    return path, rows
 
 
 def import_public(gpu: str, data: Path) -> list[Row]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bullet.catalog.gpus import GpuSpec
-from bullet.catalog.models import ModelSpec
+from bullet.catalog.models import ModelSpec, model_label
 from bullet.devices.coefficients import ROWWISE, DeviceCoefficients
 from bullet.errors import ProfileError
 from bullet.profiles import forms as fit
@@ -305,8 +305,6 @@ def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str,
 
 def check_model(rows: Sequence[Row], model: ModelSpec) -> None:
     """Refuse rows that say they have another model's shapes."""
-    from bullet.profiler.sweep import model_label  # no torch there
-
     label = model_label(model)
     other = next((r for r in rows if r["model"] not in (None, label)), None)
     if other is not None:

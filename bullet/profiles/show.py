@@ -1,12 +1,22 @@
-"""What ``bullet-profile show`` prints of a profile: coefficients with their units, errors by family, and what is assumed."""
+"""What ``bullet-profile show`` prints: of a profile coefficients with their units, errors by family, and what is assumed; of a
+table its rows by version and operation, or a value between measured points."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from bullet.devices.coefficients import DeviceCoefficients
+from bullet.catalog.gpus import GPUS
+from bullet.config import DeviceConfig
+from bullet.devices.coefficients import PROFILES, DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
+from bullet.devices.lookup import lookup
+from bullet.errors import ProfileError
+from bullet.profiles.importers import DEVICES, check_samples
+from bullet.profiles.rows import Row
 from bullet.profiles.source_page import TITLES
 
 FAMILY_OF = (("gemm", "gemm"), ("rowwise", "rowwise"), ("prefill_attention", "prefill_attention"),
@@ -18,6 +28,46 @@ UNITS = {"gemm_bandwidth": "memory", "decode_attention_bandwidth": "memory", "ro
          "rate_slope": "1 + slope x idle share of the SMs", "rate_cap": "times the rate with all SMs busy, at most",
          "bandwidth_knee": "of the SMs", "bandwidth_sharpness": "", "contention_loss": "of the co-runner's share of bandwidth"}
 """Coefficient -> its unit; names in ``_s`` are seconds, shown in microseconds."""
+
+
+def shipped_lines(gpu: str, model: str) -> list[str]:
+    """A GPU's device for a model as one page of text, and the folder that holds it."""
+    device = load_device(DeviceConfig(gpu=gpu, model=model))
+    lines, folder = profile_lines(device), PROFILES / device.gpu.name / device.model.name
+    if folder.is_dir():
+        lines += ["", f"{folder}: fit.json holds these numbers, SOURCE.md their sources, samples.parquet the rows"]
+    return lines
+
+
+def table_lines(path: Path, rows: Sequence[Row], *, version: str | None = None, op: str | None = None,
+                point: Mapping[str, int] | None = None, sms: int | None = None) -> list[str]:
+    """A table's rows, those of ``version`` alone if given; with ``op`` its seconds at a ``point``, see :func:`lookup`."""
+    if version is not None:
+        versions = sorted({str(r["origin_version"]) for r in rows})
+        if version not in versions:
+            raise ProfileError(f"{path}: no rows of {version!r}: it has {', '.join(versions)}")
+        rows = [r for r in rows if r["origin_version"] == version]
+    if op is None:
+        return listing(rows)
+    names, point = sorted({r["gpu"] for r in rows}), point or {}
+    if all(name in DEVICES or name.removeprefix("simulated ") in GPUS for name in names):
+        check_samples(rows)  # what a fit refuses answers no question either
+    elif len(names) > 1:
+        raise ProfileError(f"{path}: measured on {', '.join(names)}: one device a table")
+    seconds = lookup(rows, op, point, sms=sms)
+    return [f"{op} at {', '.join(f'{k} {v}' for k, v in point.items())}: {seconds * 1e6:.2f} us, {rows[0]['source']}, "
+            "linear between measured points"]
+
+
+def listing(rows: Sequence[Row]) -> list[str]:
+    """Rows by version and operation, with their range of tokens."""
+    counts = Counter((r["origin_version"] or r["source"], r["op"], r["kind"]) for r in rows)
+    lines = [f"{'from':<24} {'operation':<20} {'kind':<8} {'rows':>6}  tokens"]
+    for (version, op, kind), number in sorted(counts.items()):
+        tokens = [r["tokens"] for r in rows if (r["origin_version"] or r["source"], r["op"]) == (version, op)
+                  and r["tokens"] is not None]
+        lines.append(f"{version:<24} {op:<20} {kind:<8} {number:>6}  {f'{min(tokens)} to {max(tokens)}' if tokens else '-'}")
+    return lines
 
 
 def profile_lines(device: DeviceModel) -> list[str]:

@@ -283,7 +283,7 @@ def contention(rows: Sequence[Row], device: DeviceModel) -> tuple[dict[str, Any]
     if len(pairs) < 4:
         raise ProfileError(f"contention: {len(pairs)} co-run rows with a slow-down, at least 4 are needed to fit the loss")
     measured = np.array([row["slowdown"] for row in pairs])
-    steps = [(_layer(device, row, ""), _layer(device, row, "corunner_")) for row in pairs]
+    steps = [(layer_work(device, row, ""), layer_work(device, row, "corunner_")) for row in pairs]
 
     def slowdowns(loss: float) -> Array:
         device.loss = loss
@@ -314,7 +314,8 @@ def contention(rows: Sequence[Row], device: DeviceModel) -> tuple[dict[str, Any]
     return {"contention_loss": round(loss, 4), "attained_bandwidth_share": shares}, errors
 
 
-def _layer(device: DeviceModel, row: Row, prefix: str) -> Any:
+def layer_work(device: DeviceModel, row: Row, prefix: str) -> Any:
+    """A row's whole layer, or its co-runner's (``corunner_``), as the device's work."""
     op = row["corunner"] if prefix else row["op"]
     tokens, batch, context = (row[f"{prefix}{name}"] for name in ("tokens", "batch", "context_tokens"))
     if op == "decode_layer":

@@ -8,6 +8,8 @@ from pathlib import Path
 from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.files import write_text
+from bullet.profiles.importers import check_samples
+from bullet.profiles.kernels import FAMILIES, version_of
 from bullet.profiles.rows import ENGINE_OPS, Row
 
 TITLES = {"gemm": "GEMM tiles, bandwidth, overheads", "rowwise": "norm, rotary, activation, embedding",
@@ -84,9 +86,6 @@ def write_page(path: Path, page: str) -> None:
 
 def source_page(coefficients: DeviceCoefficients, rows: Sequence[Row], model: ModelSpec) -> str:
     """The page. Rows give attribution; notes give the rest."""
-    from bullet.profiles.importers import check_samples
-    from bullet.profiles.kernels import FAMILIES, version_of
-
     notes, gpu = coefficients.notes, check_samples(rows)
     sources = notes["fitted_on"]
     lines = [f"# {gpu.name}, {model.name}: where samples.parquet and fit.json come from", "",

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bullet.catalog.models import ModelSpec, get_model, model_label
+from bullet.devices.coefficients import PROFILES
 from bullet.devices.fitted import DeviceModel
 from bullet.errors import ProfileError
+from bullet.profiles import kernels
 from bullet.profiles.forms import FitError
+from bullet.profiles.importers import gpu_of
 from bullet.profiles.rows import ENGINE_OPS, Row, finalise, read_journal, read_parquet
+from bullet.profiles.sm_axis import layer_work, on_unknown_sms, sweeps_of
 
-if TYPE_CHECKING:
-    from bullet.profiles.kernels import Fit
-
+DEFAULT_GPU, DEFAULT_MODEL = "a100-80gb", "llama-3.1-8b"
+"""Whose shipped table is meant where nothing else is said."""
 NOT_THE_ENGINES = ("own_gemm_gate_up", "own_copy")
 """Own kernels that the engine does not run where a green context bounds torch's."""
 LEAST_CORUN = 4
@@ -54,11 +57,25 @@ def read_rows(path: Path) -> list[Row]:
     raise ProfileError(f"{path}: holds neither samples.jsonl nor samples.parquet: is it the folder of bullet-profile sweep?")
 
 
+def named_table(samples: Path | None = None, gpu: str | None = None, model: str | None = None) -> tuple[Path, list[Row]]:
+    """A sweep's folder or a table, else the shipped one of a GPU (A100) and model; :class:`ProfileError` if it is of another
+    GPU than ``gpu``, holds no rows, or is not there."""
+    path = samples or PROFILES / (gpu or DEFAULT_GPU) / (model or DEFAULT_MODEL) / "samples.parquet"
+    if not path.exists():
+        raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
+    rows = read_rows(path)
+    if not rows:
+        raise ProfileError(f"{path}: holds no rows")
+    if gpu is not None and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != gpu:
+        raise ProfileError(f"{path}: measured on {found}, not on --gpu {gpu}: leave --gpu out or give another table")
+    return path, rows
+
+
 def model_of(rows: Sequence[Row], asked: str | None, where: str) -> tuple[ModelSpec, list[Row]]:
     """The model that is fitted, and its rows; public tables are llama-3.1-8b's unless said."""
     labels = sorted({str(r["model"]) for r in rows if r["origin"] is None and r["model"] is not None})
     if not labels:
-        return get_model(asked or "llama-3.1-8b"), list(rows)
+        return get_model(asked or DEFAULT_MODEL), list(rows)
     if asked is None:
         if len(labels) > 1:
             raise ProfileError(f"{where}: rows of {', '.join(labels)}: choose one with --model")
@@ -76,18 +93,18 @@ def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
         if asked is not None:
             raise ProfileError(f"--implementation {asked}: a public table has one of its own; it is for a sweep's rows")
         return Chosen(list(rows))
-    kernels = {r["op"] for r in rows if r["op"] in ENGINE_OPS and r["kind"] == "solo" and r["sms"] == r["device_sms"]
+    measured = {r["op"] for r in rows if r["op"] in ENGINE_OPS and r["kind"] == "solo" and r["sms"] == r["device_sms"]
                and not r["op"].endswith("_layer")} - set(NOT_THE_ENGINES)
-    if asked == "engine" and not kernels:
+    if asked == "engine" and not measured:
         raise ProfileError("--implementation engine: none of its kernels was measured alone on the whole device: sweep on a GPU "
                            "with triton, or take --implementation torch")
-    if (asked or ("engine" if kernels else "torch")) == "torch":
+    if (asked or ("engine" if measured else "torch")) == "torch":
         return Chosen([r for r in rows if r["op"] not in ENGINE_OPS and r["corunner"] not in ENGINE_OPS], "torch")
     pairs = [r for r in rows if r["kind"] == "corun" and r["slowdown"] and r["split_prefill_sms"] and {
         r["op"], r["corunner"]} == {"engine_prefill_layer", "engine_decode_layer"}]
     notes = []
     layers = {op for op in ENGINE_OPS if op.endswith("_layer")}
-    own = kernels | layers
+    own = measured | layers
     if len(pairs) < LEAST_CORUN:
         own -= layers
         notes.append(f"contention: {len(pairs)} co-run rows of the engine's layers, {LEAST_CORUN} needed: torch's layers")
@@ -105,7 +122,7 @@ def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
     return Chosen(renamed, "engine", taken, tuple(notes))
 
 
-def torchs_on_sms(table: Sequence[Row], own: dict[str, Any], fitted: Fit, flat: Mapping[str, float]
+def torchs_on_sms(table: Sequence[Row], own: dict[str, Any], fitted: kernels.Fit, flat: Mapping[str, float]
                   ) -> tuple[dict[str, Any], DeviceModel, tuple[str, ...]]:
     """The SM axis where the engine's decode attention was not measured on fewer SMs than all: torch's attention instead, under
     coefficients of its own. GEMMs alone hardly tell bandwidth against SMs: few of them are bound by bytes, and a fit of those
@@ -113,20 +130,17 @@ def torchs_on_sms(table: Sequence[Row], own: dict[str, Any], fitted: Fit, flat: 
 
     Returns what was swept, the device that it is held against, and what to say. Without torch's either nothing is swept.
     """
-    from bullet.profiles import kernels as fit_profile
-    from bullet.profiles import sm_axis as fit_sms
-
-    theirs = fit_profile.with_shapes(of_implementation(table, "torch").rows, fitted.model)
-    there = fit_sms.sweeps_of(theirs)
-    trial = fit_profile.Fit(fitted.gpu, fitted.model, fitted.measured, values=dict(fitted.values))
+    theirs = kernels.with_shapes(of_implementation(table, "torch").rows, fitted.model)
+    there = sweeps_of(theirs)
+    trial = kernels.Fit(fitted.gpu, fitted.model, fitted.measured, values=dict(fitted.values))
     swept, taken = {"gemm": own["gemm"], "decode_attention": {}, "prefill_attention": {}}, []
-    for op, solve in (("decode_attention", fit_profile.fit_decode), ("prefill_attention", fit_profile.fit_prefill)):
-        rows = fit_profile.of_family(theirs, op).get(fit_profile.OWN, [])
-        if there[op] and len(rows) >= 2 * fit_profile.PARAMETERS[op]:
-            solve(trial, {fit_profile.OWN: rows}, fit_profile.OWN)
+    for op, solve in (("decode_attention", kernels.fit_decode), ("prefill_attention", kernels.fit_prefill)):
+        rows = kernels.of_family(theirs, op).get(kernels.OWN, [])
+        if there[op] and len(rows) >= 2 * kernels.PARAMETERS[op]:
+            solve(trial, {kernels.OWN: rows}, kernels.OWN)
             swept[op] = there[op]
             taken.append(op)
-    device = DeviceModel(fitted.model, fitted.gpu, fit_profile.coefficients_of(trial, flat))
+    device = DeviceModel(fitted.model, fitted.gpu, kernels.coefficients_of(trial, flat))
     if "decode_attention" not in taken:
         return {}, device, ("no decode attention on fewer SMs than all tells bandwidth against SMs",)
     return swept, device, (f"rate and bandwidth against SMs: torch's {' and '.join(taken)}, the engine's not measured there",)
@@ -134,13 +148,11 @@ def torchs_on_sms(table: Sequence[Row], own: dict[str, Any], fitted: Fit, flat: 
 
 def layer_errors(rows: Sequence[Row], device: DeviceModel) -> dict[str, dict[str, float]]:
     """Whole layers alone, which no fit has seen: the sum of a layer's kernels against the layer measured, on any SMs."""
-    from bullet.profiles.sm_axis import _layer, on_unknown_sms
-
     errors = {}
     for op in ("prefill_layer", "decode_layer"):
         own = [r for r in rows if r["op"] == op and r["kind"] == "solo" and r["origin"] is None and r["drift_ok"] is not False
                and not on_unknown_sms(r)]
         if own:
-            predicted = np.array([device.solo_seconds(_layer(device, r, ""), r["sms"]) for r in own])
+            predicted = np.array([device.solo_seconds(layer_work(device, r, ""), r["sms"]) for r in own])
             errors[f"{op}_unfitted"] = FitError.of(predicted, np.array([r["median_s"] for r in own])).as_dict()
     return errors

@@ -187,11 +187,15 @@ def sweep(args: argparse.Namespace, base: RunConfig, out: Path, say: Callable[[s
 
 def profile_of_sweep(folder: Path, model: ModelSpec, which: str = "sweep", out: str | None = "profile") -> StepProfile:
     """``bullet-profile fit`` of a CPU's sweep: its files, and what they say."""
-    from bullet.cli.fit import write_steps
+    from bullet.profiles.fit import Fitted
+    from bullet.profiles.step_times import profile_of
     from bullet.profiles.sweeps import model_of, read_rows
 
     _, rows = model_of(read_rows(folder / which), None if model.name in MODELS else str(folder / MODEL_FILE), str(folder / which))
-    return write_steps(rows, model, None if out is None else folder / out)
+    profile = profile_of(rows, model)
+    if out is not None:
+        Fitted(profile, rows, model).write(folder / out)
+    return profile
 
 
 def fitting(names: Sequence[str], count: int, rate: float, left_s: float) -> tuple[Sequence[str], int]:
