@@ -1,3 +1,5 @@
 """Bullet: how should one GPU be shared between prefill and decode?"""
 
-__version__ = "0.1.0"
+from bullet.version import VERSION as __version__
+
+__all__ = ["__version__"]

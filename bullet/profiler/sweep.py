@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import bullet
 from bullet.catalog.models import ModelSpec, model_label
 from bullet.errors import ProfileError
 from bullet.gpu.partition import Split
@@ -21,6 +20,7 @@ from bullet.profiler.bench import Bench, BusyError, DeviceLostError, Measurement
 from bullet.profiler.check import CheckReport
 from bullet.profiler.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
 from bullet.profiles.rows import Journal
+from bullet.version import VERSION
 
 PROGRESS_S = 5.0
 
@@ -77,7 +77,7 @@ class _Recorder:
         self.order = 0
         self.fixed = {"unit": bench.unit, "device_sms": bench.num_units, "source": bench.source, "model": model_label(model),
                       "dtype": bench.dtype, "gpu": bench.gpu, "seed": seed, "run": journal.run,
-                      "bullet": bullet.__version__, "backend": bench.backend, **bench.provenance(), **fixed}
+                      "bullet": VERSION, "backend": bench.backend, **bench.provenance(), **fixed}
 
     def record(self, row_id: str, kind: str, tier: str, split: Split | None, m: Measurement) -> None:
         flops, least_bytes = flops_and_bytes(self.model, m.shape)
