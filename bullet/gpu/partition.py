@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from bullet.errors import PartitionError
 
@@ -163,16 +163,6 @@ class Pair:
         return Split(self.prefill.sms, self.decode.sms)
 
 
-class Operation(Protocol):
-    """What a backend must know of an operation before it lets it on a lane."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def takes_num_sms(self) -> bool: ...
-
-
 @dataclass
 class PartitionTable:
     """All pairs of one backend, and the only thing that may destroy them. A context manager; ``close`` is idempotent.
@@ -189,10 +179,10 @@ class PartitionTable:
     before_close: list[Callable[[], None]] = field(default_factory=list)
     """Called first on close: whoever captured graphs on these streams releases them here."""
 
-    def allow(self, operation: Operation) -> None:
+    def allow(self, operation: str, takes_num_sms: bool) -> None:
         """Refuse, by name, an operation whose SMs this backend cannot bound."""
-        if self.backend == "software" and not operation.takes_num_sms:
-            raise PartitionError(f"{operation.name} is a torch operation: the software backend bounds only kernels that "
+        if self.backend == "software" and not takes_num_sms:
+            raise PartitionError(f"{operation} is a torch operation: the software backend bounds only kernels that "
                                  "take num_sms (memory_stream, alu_spin); use --backend green-context or none")
 
     def lane(self, name: str, sms: int) -> Lane:

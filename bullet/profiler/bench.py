@@ -237,10 +237,10 @@ class CpuBench:
         if (shape, role) not in self._built:
             if shape == "alu_spin":
                 x = self._torch.rand(64, 64)
-                built: Any = _Load(lambda i: x @ x)
+                built: Any = Load(shape, lambda i: x @ x)
             elif shape == "memory_stream":
                 source, target = self._torch.rand(2, 1 << 20)
-                built = _Load(lambda i: target.copy_(source))
+                built = Load(shape, lambda i: target.copy_(source))
             else:
                 assert isinstance(shape, Shape)
                 built = self._shop.build(*shape, role=role)
@@ -267,11 +267,13 @@ class CpuBench:
 
 
 @dataclass
-class _Load:
-    """A control load with a workload's face."""
+class Load:
+    """A load of ours with a workload's face, one input set."""
 
+    name: str
     run: Callable[[int], Any]
     rotation: int = 1
+    takes_num_sms: bool = True
 
 
 def anchor_shape(model: ModelSpec, *, cpu: bool = False) -> Shape:

@@ -21,9 +21,9 @@ from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import ModelSpec, get_model
 from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, ResultsError, one_line, require
 from bullet.gpu.partition import IGNORE_SM_COSCHEDULING, PartitionTable, Split, SplitRefusedError, granularity, simulated_table
+from bullet.profiler import card, summary
 from bullet.profiler import check as checking
 from bullet.profiler import plan as planning
-from bullet.profiler import summary
 from bullet.profiler.bench import Bench, CpuBench, SimulatedBench
 from bullet.profiler.sweep import SweepResult, closing_seconds, run_prefix, run_sweep
 from bullet.profiles.rows import ENGINE_PHASES, Journal, finalise, read_journal
@@ -136,22 +136,15 @@ def _open_cuda(target: Target, model: ModelSpec, seed: int, say: Say, *, fall_ba
         core = [p.granted for p in bench.table.pairs if p.asked in asked_core] if bench.backend == "green-context" else []
         extra = [p.granted for p in bench.table.pairs if p.granted not in core] if core else []
         if bench.backend == "software":
-            for op in planning.OPS:
-                bench.table.allow(_Named(op))
-        fits = bench_cuda.fits_in(model, 2, bench.free_bytes())
+            bench.table.allow(planning.OPS[0], takes_num_sms=False)
+        fits = card.fits_in(model, 2, bench.free_bytes())
         # 1 s: plan and journal. The closing is part of the budget too.
         elapsed_s = time.monotonic() - started_s + 1 + closing_seconds(budget_s or 240.0)
-        rates = bench_cuda.rates_for(bench.props, startup_s=elapsed_s)
+        rates = card.rates_for(bench.props, startup_s=elapsed_s)
         return Session(bench, planning.gpu_axes(core, extra), rates, report, fits, fixed)
     except BaseException:
         _close(bench)
         raise
-
-
-@dataclass(frozen=True)
-class _Named:
-    name: str
-    takes_num_sms: bool = False
 
 
 def prove(bench: Any, note: str, say: Say = silent) -> checking.CheckReport:
@@ -241,13 +234,12 @@ def check(target: Target = Target(), out: Path | None = None, *, say: Say = sile
 def plan_lines(target: Target = Target(), *, model: str | None = None, budget_s: float | None = None, seed: int = 0,
                skip: Sequence[str] = ()) -> list[str]:
     """What a sweep of ``target.gpu`` would measure in ``budget_s``, by its data sheet; needs no device."""
-    from bullet.profiler.bench_cuda import Props, fits_in, rates_for
-
     spec, budget_s = _defaults(target, model, budget_s)
     gpu = get_gpu(target.gpu)
-    props = Props(gpu.name, gpu.num_sms, gpu.compute_capability, gpu.l2_bytes, gpu.mem_bytes)
-    plan = planning.make_plan(spec, planning.gpu_axes(*target.simulated_splits()), rates_for(props), budget_s=budget_s, seed=seed,
-                              fits=fits_in(spec, spec.dtype_bytes, int(0.9 * gpu.mem_bytes)), allowed=_without(skip))
+    props = card.Props(gpu.name, gpu.num_sms, gpu.compute_capability, gpu.l2_bytes, gpu.mem_bytes)
+    plan = planning.make_plan(spec, planning.gpu_axes(*target.simulated_splits()), card.rates_for(props), budget_s=budget_s,
+                              seed=seed, allowed=_without(skip),
+                              fits=card.fits_in(spec, spec.dtype_bytes, int(0.9 * gpu.mem_bytes)))
     return [f"Plan for {spec.name} on {gpu.name} ({gpu.num_sms} SMs): nothing is measured", *plan.describe()]
 
 

@@ -1,6 +1,6 @@
 """The arithmetic of timing: medians, how often to repeat, how far to rotate, and which samples lie in the window.
 
-Pure: takes seconds, returns seconds. The device side is in :mod:`bullet.profiler.bench_cuda`.
+Pure: takes seconds, returns seconds. The device side is in :mod:`bullet.profiler.lane_graphs`.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from stub_driver import StubDriver  # noqa: E402
 from bullet.catalog.models import MODELS, get_model  # noqa: E402
 from bullet.cli import measure as profile_cli  # noqa: E402
 from bullet.errors import PartitionError  # noqa: E402
-from bullet.gpu.partition import Driver, Split, green_context_table, unpartitioned_table  # noqa: E402
-from bullet.profiler import bench_cuda, session  # noqa: E402
+from bullet.gpu.partition import Driver, Split, granularity, green_context_table, unpartitioned_table  # noqa: E402
+from bullet.profiler import bench_cuda, card, lane_graphs, session  # noqa: E402
 from bullet.profiler.bench import DeviceLostError, PointError  # noqa: E402
 from bullet.profiler.check import run_check  # noqa: E402
-from bullet.profiler.plan import Point, Rates, Shape, decode, prefill  # noqa: E402
+from bullet.profiler.plan import Point, Rates, Shape, choose_splits, decode, flops_and_bytes, prefill  # noqa: E402
 from bullet.profiles.rows import ENGINE_OPS, read_journal, read_parquet  # noqa: E402
 
 LLAMA = get_model("llama-3.1-8b")
@@ -35,7 +35,7 @@ SPLIT = Split(112, 20)
 PREFILL, DECODE = prefill("prefill_layer", 2048), decode("decode_layer", 32, 1024)
 CORUN = Point("corun", SPLIT, "both", PREFILL, DECODE)
 RATES = Rates(132, 6e14, 3e12)
-PROPS = bench_cuda.Props("NVIDIA stub", 132, (9, 0), 60 << 20, 1 << 37)
+PROPS = card.Props("NVIDIA stub", 132, (9, 0), 60 << 20, 1 << 37)
 
 
 def open_bench(splits=(SPLIT,), kernels=True, model=LLAMA, read_processes=list, **options):
@@ -69,7 +69,7 @@ def test_corun_times_both_lanes_inside_the_window():
     assert p.stats.samples >= 5
     assert d.stats.samples >= 20
     assert d.window_s > 8 * p.stats.median_s
-    moved = bench_cuda.flops_and_bytes(LLAMA, PREFILL)[1]
+    moved = flops_and_bytes(LLAMA, PREFILL)[1]
     assert d.corunner_bytes_per_s == pytest.approx(moved / RATES.seconds(LLAMA, PREFILL, 112), rel=1e-6)
 
 
@@ -106,11 +106,11 @@ def test_controls_time_one_lane(control):
 def test_a_replay_thousands_of_times_shorter_than_the_other_is_made_longer(beside, monkeypatch):
     """Prefill on few SMs of a slow card beside a small decode batch: 3,000 replays would be needed to cover its window."""
     bench, _, _ = open_bench([Split(20, 112)])
-    slow = bench._shop.rates = Rates(132, 1e14, 3e12)
+    slow = bench.graphs.shop.rates = Rates(132, 1e14, 3e12)
     long, short = prefill("prefill_layer", 8192), decode("decode_layer", 1, 1024)
-    assert slow.seconds(LLAMA, long, 20) * 17 > 3000 * bench_cuda.ALU_SPIN_S
-    lengths, run = [], bench._run
-    monkeypatch.setattr(bench, "_run", lambda trains: lengths.append(max(t[2] for t in trains)) or run(trains))
+    assert slow.seconds(LLAMA, long, 20) * 17 > 3000 * lane_graphs.ALU_SPIN_S
+    lengths, run = [], bench.graphs.run
+    monkeypatch.setattr(bench.graphs, "run", lambda trains: lengths.append(max(t[2] for t in trains)) or run(trains))
     if beside == "decode":
         first, second = bench.measure(Point("corun", Split(20, 112), "both", long, short))
         assert second.stats.median_s == pytest.approx(slow.seconds(LLAMA, short, 112))
@@ -118,7 +118,7 @@ def test_a_replay_thousands_of_times_shorter_than_the_other_is_made_longer(besid
         first, = bench.measure(Point("control", Split(20, 112), "prefill", long, control=beside))
     assert first.stats.median_s == pytest.approx(slow.seconds(LLAMA, long, 20))
     assert first.stats.samples >= 8
-    assert max(lengths) <= bench_cuda.TRAIN_LIMIT
+    assert max(lengths) <= lane_graphs.TRAIN_LIMIT
 
 
 def test_unpartitioned_corun_runs_on_two_plain_streams():
@@ -198,7 +198,7 @@ def test_a_broken_triton_costs_the_proof_and_one_control(gpu, tmp_path, capsys, 
 
     monkeypatch.setattr(FakeKernels, "launch_gate", broken)
     monkeypatch.setattr(FakeCuda, "_sleep", lambda self, cycles: self.launch(cycles / 1.5e9), raising=False)
-    monkeypatch.setattr(bench_cuda.CudaBench, "_control", lambda self, name, lane: self._graph(DECODE, lane, "decode"))
+    monkeypatch.setattr(lane_graphs.LaneGraphs, "control", lambda self, name, lane: self.graph(DECODE, lane, "decode"))
     assert profile_cli.main(["sweep", "--budget-s", "120", "--out", str(tmp_path)]) == 0
     assert "triton does not work here (no C compiler: set CC)" in capsys.readouterr().out
     _, rows, _ = read_journal(tmp_path / "samples.jsonl")
@@ -233,14 +233,14 @@ def test_without_triton_no_proof_and_no_alu_spin():
 
 def test_our_own_decode_kernel_is_bound_to_its_lane_and_needs_triton():
     bench, _, _ = open_bench()
-    build, bound = bench._shop.build, []
+    build, bound = bench.graphs.shop.build, []
 
     def with_lanes(*shape, role):
         work = build(*shape, role=role)
         work.on = lambda sms: bound.append(sms) or work
         return work
 
-    bench._shop.build = with_lanes
+    bench.graphs.shop.build = with_lanes
     shape = decode("paged_decode_attention", 32, 1024)
     beside = Point("corun", SPLIT, "both", Shape("gemm_gate_up", 2048), shape)
     for point in (Point("solo", None, "full", shape), Point("solo", SPLIT, "decode", shape)):
@@ -281,7 +281,7 @@ def test_a_pool_lives_as_long_as_graphs_are_captured_into_it():
     assert run_check(bench.table, bench, bench.gpu).proven
     assert len(bench.measure(CORUN)) == 2
     assert all(count >= 1 for count in cuda.pool_graphs.values())
-    bench._drop_cached()
+    bench.graphs.drop()
     assert set(cuda.pool_graphs.values()) == {0}
     assert len(bench.measure(CORUN)) == 2
 
@@ -307,7 +307,7 @@ def test_an_allocator_that_stays_recording_costs_no_further_point(monkeypatch):
         bench.measure(Point("solo", SPLIT, "decode", DECODE))
     assert cuda.recording
     assert bench.measure(Point("solo", SPLIT, "decode", DECODE))
-    bench._drop_cached()  # emptying the cache is refused then: no reason to stop
+    bench.graphs.drop()  # emptying the cache is refused then: no reason to stop
     assert bench.measure(CORUN)
 
 
@@ -315,11 +315,11 @@ def test_out_of_memory_drops_what_is_cached_and_tries_once_more():
     bench, cuda, _ = open_bench(fail_at={3: "CUDA out of memory. Tried to allocate 9 GiB"})
     assert len(bench.measure(CORUN)) == 2
     assert "empty_cache" in cuda.log
-    assert bench._shop.cleared == 1
+    assert bench.graphs.shop.cleared == 1
     bench, cuda, _ = open_bench(fail_at=dict.fromkeys(range(3, 99), "CUDA out of memory. Tried to allocate 9 GiB"))
     with pytest.raises(PointError, match="out of GPU memory"):
         bench.measure(CORUN)
-    assert bench._shop.cleared == 2
+    assert bench.graphs.shop.cleared == 2
 
 
 def test_little_memory_drops_what_is_cached_before_building_more():
@@ -343,7 +343,7 @@ def test_close_releases_graphs_first_and_is_idempotent():
     stub.calls.clear()
     bench.close()
     bench.close()
-    assert bench._graphs == {}
+    assert bench.graphs.captured == {}
     assert stub.calls == ["cuStreamDestroy"] * 2 + ["cuGreenCtxDestroy"] * 2
 
 
@@ -367,9 +367,9 @@ def gpu(monkeypatch, planned_points_only):
             return bench, [], {"busy": False}
         if gpu_options.pop("old_driver", False):
             raise PartitionError("driver supports CUDA 12.2: green contexts need 12.4 or newer (driver 550)")
-        rule = bench_cuda.granularity((9, 0))
-        core_splits = list(asked) or list(bench_cuda.choose_splits(132, rule, core))
-        every = list(dict.fromkeys([*core_splits, *bench_cuda.choose_splits(132, rule, extra)]))
+        rule = granularity((9, 0))
+        core_splits = list(asked) or list(choose_splits(132, rule, core))
+        every = list(dict.fromkeys([*core_splits, *choose_splits(132, rule, extra)]))
         bench, _, stub = open_bench(every, model=model, **gpu_options)
         opened.append((bench, stub))
         return bench, core_splits, {"busy": False}
@@ -431,15 +431,15 @@ def test_a_gpu_that_hangs_ends_the_process_and_rows_are_kept(tmp_path, limits, l
     code = textwrap.dedent("""
         import sys, threading
         from pathlib import Path
-        from bullet.profiler import bench_cuda
+        from bullet.profiler import lane_graphs
         from bullet.profiles.rows import Journal
 
-        bench_cuda.LIMITS
+        lane_graphs.LIMITS
         row = dict(id="a", kind="solo", op="copy", backend="none", partition="none", lane="full", sms=1, device_sms=1,
                    corunner="idle", median_s=1.0, samples=1, source="measured", gpu="g", measured_at="now")
         with Journal(Path(sys.argv[1]), {"gpu": "g", "source": "measured"}) as journal:
             journal.append(row)
-            with bench_cuda.bounded("corun|112+20"LEFT):
+            with lane_graphs.bounded("corun|112+20"LEFT):
                 threading.Event().wait()
     """).replace("LIMITS", limits).replace("LEFT", left)
     path = tmp_path / "samples.jsonl"
@@ -461,7 +461,8 @@ def test_every_wait_for_the_gpu_is_bounded(gpu, tmp_path, monkeypatch):
         finally:
             depth.pop()
 
-    monkeypatch.setattr(bench_cuda, "bounded", bounded)
+    for module in (bench_cuda, lane_graphs):
+        monkeypatch.setattr(module, "bounded", bounded)
     for kind in (FakeCuda, FakeStream, FakeEvent):
         def wait(self, real=kind.synchronize):
             waits.append(list(depth))
@@ -631,7 +632,7 @@ class FakeNvml:
 
 def test_card_state_through_nvml_reads_only():
     nvml = FakeNvml()
-    reader = bench_cuda.CardReader("0", nvml=nvml)
+    reader = card.CardReader("0", nvml=nvml)
     assert reader.clocks() == {"clock_sm_hz": 1.98e9, "clock_mem_hz": 1.98e9, "temperature_c": 41.0,
                                "power_w": pytest.approx(123.456)}
     assert reader.driver() == "580.1"
@@ -650,7 +651,7 @@ def test_card_state_through_nvidia_smi_is_kept_for_a_while():
             return "77, python\n"
         return "1980, [N/A], 41, 300.5\n"
 
-    reader = bench_cuda.CardReader("1", command=command, clock=lambda: now[0])
+    reader = card.CardReader("1", command=command, clock=lambda: now[0])
     assert reader.clocks() == {"clock_sm_hz": 1.98e9, "clock_mem_hz": None, "temperature_c": 41.0, "power_w": 300.5}
     reader.clocks()
     assert len(asked) == 1
@@ -658,7 +659,7 @@ def test_card_state_through_nvidia_smi_is_kept_for_a_while():
     reader.clocks()
     assert len(asked) == 2
     now[0] = 500.0
-    slow = bench_cuda.CardReader("1", clock=lambda: now[0], command=lambda a: (now.__setitem__(0, now[0] + 2), "1, 2, 3, 4")[1])
+    slow = card.CardReader("1", clock=lambda: now[0], command=lambda a: (now.__setitem__(0, now[0] + 2), "1, 2, 3, 4")[1])
     assert slow.clocks()["power_w"] == 4.0
     now[0] += 39.0  # an answer that took 2 s is kept for 40 s: at most 5 % of a run
     slow.clocks()
@@ -674,14 +675,14 @@ def test_card_state_without_any_tool_is_unknown():
     def command(arguments):
         raise subprocess.CalledProcessError(9, arguments)
 
-    reader = bench_cuda.CardReader("0", command=command)
+    reader = card.CardReader("0", command=command)
     assert set(reader.clocks().values()) == {None}
     assert (reader.driver(), reader.processes()) == (None, [])
 
 
 def test_planning_rates_know_the_gpus_by_name():
     def named(name):
-        return bench_cuda.rates_for(bench_cuda.Props(name, 100, (9, 0), 1, 1)).bytes_per_s
+        return card.rates_for(card.Props(name, 100, (9, 0), 1, 1)).bytes_per_s
     assert named("NVIDIA H200") == pytest.approx(0.7 * 4.8e12)
     assert named("NVIDIA H20") == pytest.approx(0.7 * 4.0e12)
     assert named("NVIDIA A100-SXM4-80GB") == pytest.approx(0.7 * 2.039e12)
@@ -690,6 +691,6 @@ def test_planning_rates_know_the_gpus_by_name():
 
 
 def test_fits_is_about_the_free_memory():
-    fits = bench_cuda.fits_in(MODELS["llama-3.1-8b"], 2, 8 << 30)
+    fits = card.fits_in(MODELS["llama-3.1-8b"], 2, 8 << 30)
     assert fits(Shape("gemm_qkv", 2048))
     assert not fits(decode("decode_layer", 1024, 4096))

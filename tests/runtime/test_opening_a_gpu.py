@@ -22,7 +22,7 @@ from bullet.devices.coefficients import DeviceCoefficients  # noqa: E402
 from bullet.devices.fitted import DeviceModel  # noqa: E402
 from bullet.devices.load import load_device  # noqa: E402
 from bullet.gpu.partition import Driver  # noqa: E402
-from bullet.profiler import bench_cuda  # noqa: E402
+from bullet.profiler import bench_cuda, card  # noqa: E402
 from bullet.profiler import bench_engine as engine_bench  # noqa: E402
 from bullet.profiler.plan import Rates, decode, prefill  # noqa: E402
 from bullet.profiles.rows import read_journal  # noqa: E402
@@ -69,8 +69,8 @@ def machine(monkeypatch, planned_points_only):
         answers = {"--query-compute-apps=pid,process_name": processes, "--query-gpu=driver_version": "580.1"}
         # Its clock stands still but for the tests that move it: an answer that is kept is kept for good.
         time = SimpleNamespace(now=0.0)
-        reader = bench_cuda.CardReader(command=lambda a: answers.get(a[3], "1980, 3201, 41, 300\n"), clock=lambda: time.now)
-        monkeypatch.setattr(bench_cuda.CardReader, "open", classmethod(lambda cls: reader))
+        reader = card.CardReader(command=lambda a: answers.get(a[3], "1980, 3201, 41, 300\n"), clock=lambda: time.now)
+        monkeypatch.setattr(card.CardReader, "open", classmethod(lambda cls: reader))
         return SimpleNamespace(driver=driver, cuda=cuda, answers=answers, time=time)
     return start
 
@@ -253,7 +253,7 @@ def test_the_plan_of_240_seconds_covers_the_issues_minimum_on_the_machine_itself
 
 
 def test_shapes_of_the_default_model_fit():
-    fits = bench_cuda.fits_in(get_model("llama-3.1-8b"), 2, 130 << 30)
+    fits = card.fits_in(get_model("llama-3.1-8b"), 2, 130 << 30)
     assert fits(prefill("prefill_layer", 8192))
     assert fits(decode("decode_layer", 256, 4096))
 

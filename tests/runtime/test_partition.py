@@ -230,9 +230,9 @@ def test_devices_and_drivers_without_green_contexts(stub, message):
 
 def test_software_backend_refuses_torch_operations_by_name():
     made = software_table([Split(100, 32)], 132, lambda priority: f"stream{priority}")
-    made.allow(SimpleNamespace(name="memory_stream", takes_num_sms=True))
+    made.allow("memory_stream", takes_num_sms=True)
     with pytest.raises(PartitionError, match="gemm_qkv is a torch operation"):
-        made.allow(SimpleNamespace(name="gemm_qkv", takes_num_sms=False))
+        made.allow("gemm_qkv", takes_num_sms=False)
     with pytest.raises(SplitRefusedError, match=r"split 100\+40"):
         software_table([Split(100, 40)], 132, lambda priority: None)
 
@@ -241,7 +241,7 @@ def test_unpartitioned_is_one_pair_on_all_sms():
     made = unpartitioned_table(132, lambda priority: ("stream", priority), priorities=(0, -1))
     assert made.pairs[0].granted == (132, 132)
     assert made.pairs[0].decode.stream == ("stream", -1)
-    made.allow(SimpleNamespace(name="gemm_qkv", takes_num_sms=False))
+    made.allow("gemm_qkv", takes_num_sms=False)
 
 
 def test_simulated_table_grants_what_the_arithmetic_allows():
