@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import sys
@@ -16,65 +17,28 @@ __all__ = ["POLICIES", "Policy", "PolicyContext", "check_name", "describe", "is_
 
 
 class Entry(NamedTuple):
-    """One family: what it is, whether it asks an estimator, and how a name's numbers become a policy."""
+    """One family: what it is, whether it asks an estimator, and ``module:Class``, which is given a name's numbers."""
 
     description: str
     estimator: bool
-    build: Callable[[PolicyContext, list[int]], Policy]
+    place: str
 
-
-def _bullet(context: PolicyContext, _: list[int]) -> Policy:
-    from bullet.policies.bullet.algorithm import Bullet
-
-    return Bullet(context)
-
-
-def _bullet_literal(context: PolicyContext, _: list[int]) -> Policy:
-    from bullet.policies.bullet.algorithm import BulletLiteral
-
-    return BulletLiteral(context)
-
-
-def _static(context: PolicyContext, numbers: list[int]) -> Policy:
-    from bullet.policies.static import Static
-
-    return Static(context, numbers[0], name=f"static-{numbers[0]}")
-
-
-def _naive(context: PolicyContext, _: list[int]) -> Policy:
-    from bullet.policies.static import Static
-
-    return Static(context, context.splits.num_sms, context.splits.num_sms, name="naive")
-
-
-def _sglang(context: PolicyContext, numbers: list[int]) -> Policy:
-    from bullet.policies.chunked import Sglang
-
-    return Sglang(context, numbers[0])
-
-
-def _sglang_mixed(context: PolicyContext, numbers: list[int]) -> Policy:
-    from bullet.policies.chunked import Sglang
-
-    return Sglang(context, numbers[0], mixed=True)
-
-
-def _vllm(context: PolicyContext, numbers: list[int]) -> Policy:
-    from bullet.policies.vllm import Vllm
-
-    return Vllm(context, numbers[0])
+    def build(self, context: PolicyContext, numbers: list[int]) -> Policy:
+        """A policy. Its module is imported only now: what a run does not use costs it nothing."""
+        module, _, name = self.place.partition(":")
+        policy: Policy = getattr(importlib.import_module(f"{__name__}.{module}"), name)(context, *numbers)
+        return policy
 
 
 POLICIES: dict[str, Entry] = {
-    "bullet": Entry("Algorithm 1: dynamic SM split under a performance model", True, _bullet),
+    "bullet": Entry("Algorithm 1: dynamic SM split under a performance model", True, "bullet:Bullet"),
     "bullet-literal": Entry("Algorithm 1 to the letter: no decode floor, no cap on a step, late first", True,
-                            _bullet_literal),
-    "static-P": Entry("fixed split, prefill on P SMs, decode on the rest; free tails (MuxServe-like)", False, _static),
-    "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, _naive),
-    "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, _sglang),
-    "sglang-N-mixed": Entry("the paper's hybrid batch: decodes and chunks in one step of N tokens", False,
-                            _sglang_mixed),
-    "vllm-N": Entry("vLLM 0.8.5 (V1): running first, token budget N, 256 sequences, preemption to the front", False, _vllm),
+                            "bullet:BulletLiteral"),
+    "static-P": Entry("fixed split, prefill on P SMs, decode on the rest; free tails (MuxServe-like)", False, "static:Static"),
+    "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, "static:Naive"),
+    "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, "chunked:Sglang"),
+    "sglang-N-mixed": Entry("the paper's hybrid batch: decodes and chunks in one step of N tokens", False, "chunked:SglangMixed"),
+    "vllm-N": Entry("vLLM 0.8.5 (V1): running first, token budget N, 256 sequences, preemption to the front", False, "vllm:Vllm"),
 }
 
 

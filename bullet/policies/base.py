@@ -62,6 +62,12 @@ def read_options(owner: str, options: Mapping[str, Any], defaults: Mapping[str, 
     return values
 
 
+def require(options: Mapping[str, Any], name: str, fits: bool, allowed: str) -> None:
+    """Refuse an option's value unless it ``fits``."""
+    if not fits:
+        raise ConfigError(f"policy.options.{name} = {options[name]!r}: must be {allowed}")
+
+
 def _whole(value: object) -> bool:
     return hasattr(value, "__index__")  # numpy's too, no floats
 

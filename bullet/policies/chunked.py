@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bullet.errors import ConfigError
-from bullet.policies.base import PolicyContext, read_options
+from bullet.policies.base import PolicyContext, read_options, require
 from bullet.state import HYBRID, Chunk, Decision, HybridStep, Request, Step, SystemState, Wait
 
 OPTIONS = {
@@ -49,8 +48,7 @@ class Sglang:
         self.name = f"sglang-{chunk_tokens}" + ("-mixed" if mixed else "")
         options = read_options(self.name, context.options, OPTIONS)
         for name, value in options.items():
-            if not value > 0:  # NaN too
-                raise ConfigError(f"policy.options.{name} = {value}: must be positive")
+            require(options, name, value > 0, "positive")
         self.chunk_tokens = chunk_tokens
         self.mixed = mixed
         self.sms = context.splits.num_sms
@@ -176,6 +174,13 @@ class Sglang:
         self.ended_s = self.launched_s + elapsed_s
         if isinstance(step, HybridStep) and not step.chunks and not step.preempt:
             self.ratio = max(self.ratio - self.decay, self.min_ratio)
+
+
+class SglangMixed(Sglang):
+    """Decodes and chunks in one batch."""
+
+    def __init__(self, context: PolicyContext, chunk_tokens: int) -> None:
+        super().__init__(context, chunk_tokens, mixed=True)
 
 
 def _by_queueing(queue: list[Request]) -> list[Request]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from bullet.errors import ConfigError
-from bullet.policies.base import PolicyContext, read_options
+from bullet.policies.base import PolicyContext, read_options, require
 from bullet.policies.twolane import decode_victims, fits
 from bullet.state import (
     DECODE,
@@ -45,9 +45,8 @@ class Static:
 
     lanes: tuple[str, ...] = (PREFILL, DECODE)
 
-    def __init__(self, context: PolicyContext, prefill_sms: int, decode_sms: int | None = None,
-                 name: str = "static") -> None:
-        options = read_options(name, context.options, OPTIONS)
+    def __init__(self, context: PolicyContext, prefill_sms: int, decode_sms: int | None = None, name: str = "") -> None:
+        options = read_options(name or f"static-{prefill_sms}", context.options, OPTIONS)
         self.num_sms = n = context.splits.num_sms
         legal, legal_decode = context.splits.prefill_sms.tolist()[::-1], context.splits.decode_sms.tolist()
         if prefill_sms != n and prefill_sms not in legal:
@@ -56,8 +55,7 @@ class Static:
         if own != n and own not in legal_decode:
             raise ConfigError(f"policy.options.decode_sms = {own}: must be {_listed(legal_decode)}, or {n}; static-{n} needs it")
         for option in ("layers_per_step", "max_batch_tokens"):
-            if options[option] < 1:
-                raise ConfigError(f"policy.options.{option} = {options[option]}: must be 1 or more")
+            require(options, option, options[option] >= 1, "1 or more")
         self.target = Partition(prefill_sms, own)
         self.layers: int = options["layers_per_step"]
         self.free_tails: bool = options["free_tails"]
@@ -90,3 +88,10 @@ class Static:
 
     def observe(self, step: Step, elapsed_s: float) -> None:
         """It learns nothing."""
+
+
+class Naive(Static):
+    """Both lanes on all SMs."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context, context.splits.num_sms, context.splits.num_sms, "naive")

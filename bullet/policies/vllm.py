@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bullet.errors import ConfigError
-from bullet.policies.base import PolicyContext, read_options
+from bullet.policies.base import PolicyContext, read_options, require
 from bullet.state import HYBRID, Chunk, Decision, HybridStep, Request, Step, SystemState, Wait
 from bullet.state.prefix import PagedState, Paging, PrefixKvCache
 
@@ -64,14 +64,12 @@ class Vllm:
         self.max_num_seqs: int = options["max_num_seqs"]
         self.budget_tokens = budget_tokens
         self.sms = context.splits.num_sms
-        if self.max_num_seqs < 1:
-            raise ConfigError(f"policy.options.max_num_seqs = {self.max_num_seqs}: must be 1 or more")
+        require(options, "max_num_seqs", self.max_num_seqs >= 1, "1 or more")
         if budget_tokens < self.max_num_seqs:
             raise ConfigError(f"policy vllm-{budget_tokens}: the token budget must be at least max_num_seqs = "
                               f"{self.max_num_seqs}, or decodes could not all run")
         for name, allowed in CHOICES.items():
-            if options[name] not in allowed:
-                raise ConfigError(f"policy.options.{name} = {options[name]!r}: must be {' or '.join(map(str, allowed))}")
+            require(options, name, options[name] in allowed, " or ".join(map(str, allowed)))
         self.admission: str = options["admission"]
         #: Blocks by name and the engine's own list, where an option asks for it; the driver reads this.
         self.paging: Paging | None = None

@@ -19,7 +19,8 @@ from bullet.catalog.gpus import GPUS
 from bullet.catalog.models import MODELS
 from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext
-from bullet.policies.bullet.algorithm import Bullet, BulletLiteral, _DecodeForecast, _PoppedBatch, _RunningBatch, p90
+from bullet.policies.bullet import Bullet, BulletLiteral
+from bullet.policies.bullet.forecast import PoppedBatch, RunningBatch, StepForecast, p90
 from bullet.state import (
     DECODE,
     PREFILL,
@@ -147,7 +148,7 @@ def test_a_step_in_flight_counts_its_token_and_its_remainder() -> None:
     """Under a candidate: (now - d + remainder + T) / (g + 2): g = 5, now 4, remainder 0.75: T may be 7 - 4.75 = 2.25 s."""
     s = world(running=[(0.0, 6)], batch=80)
     s.begin_decode(DecodeStep(4, predicted_s=1.0), 3.75)
-    assert policy()._limit(s, 4.0) == pytest.approx(2.25)
+    assert policy().tpot.limit(s, 4.0) == pytest.approx(2.25)
 
 
 def test_waiting_to_merge_counts() -> None:
@@ -156,13 +157,13 @@ def test_waiting_to_merge_counts() -> None:
     s.begin_prefill(PrefillStep(12, 4, (7,)), 3.0)
     s.finish_prefill(3.5)
     # Its next token is its second: (4 - 3.5 + T) / 1 <= 1: T <= 0.5; of two requests P90 is the worse.
-    assert policy()._limit(s, 4.0) == pytest.approx(0.5)
+    assert policy().tpot.limit(s, 4.0) == pytest.approx(0.5)
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 30)), min_size=1, max_size=40), st.floats(0.01, 5))
 def test_the_limit_is_p90s(running: list[tuple[float, int]], step_s: float) -> None:
     """A step meets P90(tpot) <= SLO exactly when it is no longer than the limit."""
-    limit = policy()._limit(world(running=running), 10.0)
+    limit = policy().tpot.limit(world(running=running), 10.0)
     tpot = sorted((10.0 - first + step_s) / generated for first, generated in running)
     if abs(step_s - limit) > 1e-9:
         assert (tpot[math.ceil(0.9 * len(tpot)) - 1] <= 1.0) == (step_s <= limit)
@@ -174,7 +175,7 @@ def test_the_limit_follows_joins_and_leaves(events: list[int | None]) -> None:
     p, s, number = policy(), world(), 0
     for event in [*events, None]:
         if event is None:
-            assert p._limit(s, 50.0) == policy()._limit(s, 50.0)
+            assert p.tpot.limit(s, 50.0) == policy().tpot.limit(s, 50.0)
         elif event % 2 and s.decode.requests:
             s.decode.leave(list(s.decode.requests.values())[event % s.decode.size])
         else:
@@ -302,13 +303,13 @@ def test_balance_equals_an_exhaustive_search(steps: list[float], tokens: int, sl
     table = Tabulated(tuple(sorted(steps, reverse=True)))
     s = world(sorted(queue), [(0.0, generated)], batch=tokens, batch_slo=slo)
     p = policy(table, decode_floor=0.0, cap_next_step=False, order="fcfs")
-    ttft = _RunningBatch(p, s, s.prefill, 4.0, None, 1.0, 0.0)
+    ttft = RunningBatch(p.queue, s, s.prefill, 4.0, None, 1.0, 0.0)
     worst = []
     for i in range(5):
         done = np.cumsum([tokens / P[i], *(t / P[i] for _, t, _ in sorted(queue))])
         ratios = [(4.0 + done[0]) / slo, *((4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done[1:], strict=True))]
         worst.append(max(p90(np.array(ratios)), (4.0 + table.step[i]) / generated))
-    found = p._set_balanced(s, 4.0, _DecodeForecast(table, 1, 1, tokens), ttft)
+    found = p._set_balanced(StepForecast(table, 1, 1, tokens), p.tpot.ratio(s, 4.0), ttft)
     assert worst[found] == pytest.approx(min(worst))
     assert all(w > worst[found] for w in worst[:found])  # ties to the larger p
 
@@ -325,9 +326,10 @@ def test_balance_of_a_popped_batch(steps: list[float], queue: list[tuple[float, 
     worst = []
     for i in range(5):
         done = np.cumsum([t / P[i] for _, t, _ in sorted(queue)])
-        ttft = [(4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done, strict=True)]
-        worst.append(max(p90(np.array(ttft)), p90(np.array([(4.0 - f + table.step[i]) / g for f, g in running]))))
-    found = p._set_balanced(s, 4.0, _DecodeForecast(table, 1, 1, 1), _PoppedBatch(p, p._sort(s, 4.0, 0), 4.0))
+        ratios = [(4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done, strict=True)]
+        worst.append(max(p90(np.array(ratios)), p90(np.array([(4.0 - f + table.step[i]) / g for f, g in running]))))
+    ttft = PoppedBatch(p.queue, p.queue.sort(s, 4.0, 0), 4.0)
+    found = p._set_balanced(StepForecast(table, 1, 1, 1), p.tpot.ratio(s, 4.0), ttft)
     assert worst[found] == pytest.approx(min(worst))
     assert all(w > worst[found] - 1e-9 for w in worst[:found])
 
@@ -336,8 +338,9 @@ def test_balance_takes_the_larger_p_where_more_decode_sms_help_nothing() -> None
     """tpot = (4 + T) / 3 is 5/3 for every d, TTFT is in time on all: nothing to gain from a smaller p."""
     flat = Tabulated((1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     s = world(running=[(0.0, 3)], batch=20, batch_slo=1000.0)
-    ttft = _RunningBatch(policy(flat), s, s.prefill, 4.0, None, 1.0, 0.0)  # type: ignore[arg-type]
-    assert policy(flat, decode_floor=0.0)._set_balanced(s, 4.0, _DecodeForecast(flat, 1, 1, 20), ttft) == 0
+    p = policy(flat, decode_floor=0.0)
+    ttft = RunningBatch(p.queue, s, s.prefill, 4.0, None, 1.0, 0.0)  # type: ignore[arg-type]
+    assert p._set_balanced(StepForecast(flat, 1, 1, 20), p.tpot.ratio(s, 4.0), ttft) == 0
 
 
 def test_balance_keeps_the_cap_on_one_step() -> None:
@@ -486,7 +489,7 @@ def test_hand_over_shares_the_tail() -> None:
 
 
 def ranks(p: Bullet, s: SystemState, now: float) -> list[int]:
-    return [s.queue[int(i)].id for i in p._sort(s, now, 5).order]
+    return [s.queue[int(i)].id for i in p.queue.sort(s, now, 5).order]
 
 
 def test_least_latency_first_ties_by_arrival() -> None:

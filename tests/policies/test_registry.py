@@ -11,8 +11,8 @@ from tests.policies.loops import build
 
 
 @pytest.mark.parametrize(("name", "kind"), [
-    ("bullet-literal", "BulletLiteral"), ("static-2", "Static"), ("static-106", "Static"), ("naive", "Static"),
-    ("sglang-1", "Sglang"), ("sglang-2048-mixed", "Sglang"), ("vllm-256", "Vllm")])
+    ("bullet-literal", "BulletLiteral"), ("static-2", "Static"), ("static-106", "Static"), ("naive", "Naive"),
+    ("sglang-1", "Sglang"), ("sglang-2048-mixed", "SglangMixed"), ("vllm-256", "Vllm")])
 def test_names_are_checked_before_anything_is_built(name: str, kind: str) -> None:
     check_name(name)
     if not needs_estimator(name):

@@ -2,22 +2,18 @@
 
 Prefill lane, at each group of layers          Decode lane, at each iteration
   estimate TTFT of P and Q, publish              merge, estimate TPOT, publish
-  sort Q by least estimated latency              read TTFT
-  P runs: satisfied = all of P in time           no prefill work: all N SMs
-  else: satisfied = P90 of Q in time, pop P      the same branches choose (p, d)
-  choose (p, d) by three branches                hand-over, or delayed decode
-  launch the next layers on p SMs                launch one iteration on d SMs
+  read TPOT                                      read TTFT
+  sort Q by least estimated latency              no prefill work: all N SMs
+  P runs: satisfied = all of P in time           choose (p, d) by the same branches
+  else: satisfied = P90 of Q in time, pop P      hand-over, or delayed decode
+  choose (p, d) by the branches                  launch one iteration on d SMs
+  launch the next layers on p SMs
 
 The branches:  TTFT lost and TPOT lost -> SetBalancedSM;  TPOT met -> ReduceDecodeSM;  else -> ReducePrefillSM.
 
-How the tests are computed. "P90(x_i) <= SLO" holds exactly when at least ceil(0.9 n) of the x_i do, that is, when the
-order statistic number n - ceil(0.9 n) (from 0, ascending) of the slacks is not negative. For TPOT the slack of
-request i against a step of T seconds is ``SLO (g_i + 1) - (now - d_i) - T``: T enters alike for all, so one number,
-``limit_s``, says how long the next step may be, and every candidate d is tested by ``T(d) <= limit_s``. Between joins
-and leaves that number moves by one SLO an iteration and by the clock alone, so it costs nothing to keep.
-
-Candidates are indices into the split table, in ascending d: the smallest index is the largest p. Searches bisect where
-they may take a step to be no slower on more SMs; online corrections by SM bucket can bend that by their error.
+queue.py sorts, repairs and pops Q; forecast.py says what TTFT and TPOT would come to. Candidates are indices into the
+split table, in ascending d: the smallest index is the largest p. Searches bisect where they may take a step to be no
+slower on more SMs; online corrections by SM bucket can bend that by their error.
 
 Where the paper is silent the reading is an option (``OPTIONS``). ``BulletLiteral`` is the letter of the text.
 """
@@ -26,24 +22,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from itertools import accumulate, compress
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bullet.errors import ConfigError
-from bullet.estimators.base import Estimator
-from bullet.policies.base import PolicyContext, read_options
-from bullet.policies.twolane import decode_victims, fits
+from bullet.policies.base import PolicyContext, read_options, require
+from bullet.policies.bullet.forecast import PoppedBatch, RunningBatch, StepForecast, Tpot, TtftForecast
+from bullet.policies.bullet.queue import ServiceOrder
+from bullet.policies.twolane import decode_victims
 from bullet.state import (
     DECODE,
     PREFILL,
     Decision,
-    DecodeBatch,
     DecodeStep,
     Partition,
-    PrefillBatch,
     PrefillStep,
     Published,
     Request,
@@ -77,15 +71,6 @@ SHARING = frozenset({DELAYED, HAND_OVER})
 DELAYABLE = frozenset({REDUCE_DECODE, SHARED})
 
 
-def p90(values: NDArray[np.float64]) -> float:
-    """Nearest-rank P90; 0 for none (an empty set meets any objective)."""
-    n = len(values)
-    if n == 0:
-        return 0.0
-    index = n - n // 10 - 1  # ceil(0.9 n) - 1
-    return float(np.partition(values, index)[index])
-
-
 class Bullet:
     """Algorithm 1 with the readings of ``OPTIONS``. Asks ``context.estimator`` for every prediction."""
 
@@ -95,55 +80,37 @@ class Bullet:
     def __init__(self, context: PolicyContext) -> None:
         if context.estimator is None:
             raise ConfigError("policy bullet needs an estimator: srm, srm-blind or oracle")
-        options = read_options("bullet", context.options, self.defaults)
-        if options["order"] not in ("least", "fcfs", "normalised"):
-            raise ConfigError(f"policy.options.order = {options['order']!r}: must be least, fcfs or normalised")
-        if options["hand_over"] not in ("off", "batch", "queue"):
-            raise ConfigError(f"policy.options.hand_over = {options['hand_over']!r}: must be off, batch or queue")
-        if not options["layers_per_step"] >= 1:
-            raise ConfigError(f"policy.options.layers_per_step = {options['layers_per_step']}: must be 1 or more")
-        if not 0 <= options["decode_floor"] < 1:
-            raise ConfigError(f"policy.options.decode_floor = {options['decode_floor']}: must be from 0 to under 1")
-        for name in ("late_patience", "delay_limit"):
-            if not options[name] >= 0:
-                raise ConfigError(f"policy.options.{name} = {options[name]}: must be 0 or more")
+        self.options = options = read_options("bullet", context.options, self.defaults)
         legal = context.splits.decode_sms.tolist()
-        if options["fixed_decode_sms"] not in (0, *legal):
-            raise ConfigError(f"policy.options.fixed_decode_sms = {options['fixed_decode_sms']}: must be 0 (adaptive) or "
-                              f"{legal[0]} to {legal[-1]} in the partition's steps")
-        self.options = options
+        require(options, "order", options["order"] in ("least", "fcfs", "normalised"), "least, fcfs or normalised")
+        require(options, "hand_over", options["hand_over"] in ("off", "batch", "queue"), "off, batch or queue")
+        require(options, "layers_per_step", options["layers_per_step"] >= 1, "1 or more")
+        require(options, "decode_floor", 0 <= options["decode_floor"] < 1, "from 0 to under 1")
+        for name in ("late_patience", "delay_limit"):
+            require(options, name, options[name] >= 0, "0 or more")
+        require(options, "fixed_decode_sms", options["fixed_decode_sms"] in (0, *legal),
+                f"0 (adaptive) or {legal[0]} to {legal[-1]} in the partition's steps")
         self.estimator = context.estimator
         self._learn = context.estimator.observe
         self.splits = context.splits
-        self.num_sms = context.splits.num_sms
-        self.full = context.splits.full
+        self.num_sms, self.full = context.splits.num_sms, context.splits.full
         self.tpot_slo_s = context.tpot_slo_s
         self.layers_per_step: int = options["layers_per_step"]
         self.partition: bool = options["partition"]
         self.cap_next_step: bool = options["cap_next_step"]
         self.cap_s = context.tpot_slo_s if self.cap_next_step else math.inf
         self.delay_limit_s: float = options["delay_limit"] * context.tpot_slo_s
-        self._index_of = {int(d): i for i, d in enumerate(self.splits.decode_sms)}
-        self._partitions = [Partition(self.num_sms - int(d), int(d)) for d in self.splits.decode_sms]
+        self._index_of = {d: i for i, d in enumerate(legal)}
+        self._partitions = [Partition(self.num_sms - d, d) for d in legal]
         self._partitions.append(Partition(self.num_sms, self.num_sms))  # at ``full``: everything is shared
         #: Smallest admissible split index: decode never below its floor.
         self.floor = int(np.searchsorted(self.splits.decode_sms, options["decode_floor"] * self.num_sms - 1e-9))
         self.floor = min(self.floor, self.full - 1)
         self.fixed = self._index_of.get(options["fixed_decode_sms"])
-        # What it remembers; all of it follows from the calls so far, so a record replays into a fresh policy.
+        # What these remember follows from the calls so far, so a record replays into a fresh policy.
+        self.queue = ServiceOrder(context.estimator, context.splits, self._index_of, options)
+        self.tpot = Tpot(context.estimator, context.tpot_slo_s)
         self._delay_until_s: float | None = None  # end of the delay that decode is in
-        self._ranked: _Ranked | None = None  # Q as last sorted
-        # Kept for speed: the same values would be computed anew.
-        self._dues: list[float] = []  # of the decode batch, ascending: see _limit
-        self._dues_version = 0
-        self._forecast: _DecodeForecast | None = None
-        self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
-        # Uncorrected seconds of a prompt alone: on a split, by its length; and over all splits, in a row for each length.
-        self._lone_s: list[dict[int, float]] = [{} for _ in range(self.full + 1)]
-        self._table = np.empty((256, self.full + 1))
-        self._row_of: dict[int, int] = {}  # prompt length -> row
-
-    # ---- the two lanes ---------------------------------------------------------------------------
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Algorithm 1 for the lane that is idle."""
@@ -155,30 +122,31 @@ class Bullet:
         if predicted_s and reason not in SHARING:
             self._learn(PREFILL if isinstance(step, PrefillStep) else DECODE, step.sms, predicted_s, elapsed_s)
 
+    # ---- the two lanes ---------------------------------------------------------------------------
+
     def _prefill(self, state: SystemState, now_s: float) -> Decision:
         batch = state.prefill
-        present = self._present_prefill(state)
-        seqs, context = beside = state.next_decode()
+        present = self.queue.present_prefill(state)
+        seqs, context = decodes = state.next_decode()
+        beside = decodes if seqs else None
         popped: list[Request] = []
-        ttft: _Forecast | None = None
-        deadline_s = 0.0
+        ttft: TtftForecast
         if batch is not None:
             # P runs and goes on: satisfied = every request of P meets its TTFT SLO under the present split.
-            tokens, total_tokens, layers_left = batch.tokens, batch.total_tokens, batch.layers_left
-            whole = self.estimator.prefill_line(tokens, beside if seqs else None)
-            share, deadline_s = layers_left / batch.num_layers, batch.deadline_s
-            margin_s = deadline_s - now_s - share * whole(present)
+            total_tokens, layers_left = batch.total_tokens, batch.layers_left
+            ttft = running = RunningBatch(self.queue, state, batch, now_s, beside, layers_left / batch.num_layers, 0.0)
+            whole, margin_s = running.whole, ttft.margin(present)
         else:
             # Otherwise satisfied = P90 over Q as it is before the pop, re-estimated after the sort.
-            ranked = self._sort(state, now_s, present)
-            ttft = _PoppedBatch(self, ranked, now_s)
+            ranked = self.queue.sort(state, now_s, present)
+            ttft = PoppedBatch(self.queue, ranked, now_s)
             margin_s = ttft.margin(present)
-            popped = self._pop(state, ranked, present if seqs else self.full)
+            popped = self.queue.pop(state, ranked, present if seqs else self.full)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
                 return Wait(None, Published(margin_s), Partition(0, self.num_sms), "kv-full")
-            tokens, layers_left, share = tuple([r.known_tokens for r in popped]), state.num_layers, 1.0
+            tokens, layers_left = tuple([r.known_tokens for r in popped]), state.num_layers
             total_tokens = sum(tokens)
-            whole = self.estimator.prefill_line(tokens, beside if seqs else None)
+            whole = self.estimator.prefill_line(tokens, beside)
         layers = min(self.layers_per_step, layers_left)
         admit = tuple([r.id for r in popped]) if popped else ()
 
@@ -187,27 +155,19 @@ class Bullet:
         elif not seqs:  # no decodes: p = N
             sms, index, target, reason = self.num_sms, self.full, Partition(self.num_sms, 0), "no-decode"
         else:
-            step = self._decode_step(state, seqs, context, total_tokens)
-            limit_s = self._limit(state, now_s)
+            step = self.tpot.step(state, seqs, context, total_tokens)
+            limit_s = self.tpot.limit(state, now_s)
             # The branch test reads what decode published, unless the batch it spoke of is gone: an empty one is satisfied.
             tpot_margin_s = state.decode_published.tpot_margin_s
             tpot_met = tpot_margin_s is None or tpot_margin_s >= 0 or not state.decode.size
-            kv_full = len(state.queue.requests) > len(popped) and self._kv_full(state, now_s, popped)
-            found = self._reduce_decode(state, step, limit_s) if tpot_met and not kv_full else None
-            if found is not None:
-                index, reason = found, REDUCE_DECODE
-            else:
-                if ttft is None:  # here and not before: ReduceDecodeSM, which does without, is the rule
-                    assert batch is not None
-                    ttft = _RunningBatch(self, state, batch, now_s, beside, share, 0.0)
-                index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, step, limit_s, ttft, kv_full)
+            kv_full = len(state.queue.requests) > len(popped) and self.queue.kv_full(state, now_s, popped)
+            index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, kv_full, step, limit_s, ttft)
             target = self._partitions[index]
             sms = target.prefill_sms
-            if reason == REDUCE_DECODE and DECODE not in state.in_flight:
-                chosen_s = deadline_s - now_s - share * whole(index) if ttft is None else ttft.margin(index)
-                if chosen_s < 0 and whole(self.full) * layers / state.num_layers <= self._delay(now_s, step.at(index), limit_s):
-                    # These layers have the device to themselves, as they end by decode's latest start.
-                    sms, index, reason = self.num_sms, self.full, DELAYED
+            if (reason == REDUCE_DECODE and DECODE not in state.in_flight and ttft.margin(index) < 0
+                    and whole(self.full) * layers / state.num_layers <= self._delay(now_s, step.at(index), limit_s)):
+                # These layers have the device to themselves, as they end by decode's latest start.
+                sms, index, reason = self.num_sms, self.full, DELAYED
         return _new(PrefillStep, (sms, layers, admit, whole(index) * layers / state.num_layers, _new(Published, (margin_s, None)),
                                   target, (), reason))
 
@@ -218,8 +178,8 @@ class Bullet:
         if victims and len(victims) >= seqs:
             assert batch is not None, f"one request outgrew the KV cache: {seqs} decoding"
             return Wait(reason="kv-full")  # P holds the blocks, until its last layer
-        step = self._decode_step(state, seqs, context, batch.total_tokens if batch is not None else 0, victims)
-        limit_s = self._limit(state, now_s)
+        step = self.tpot.step(state, seqs, context, batch.total_tokens if batch is not None else 0, victims)
+        limit_s = self.tpot.limit(state, now_s)
         tpot_margin_s = limit_s - step.at(self._present_decode(state))
         published = _new(Published, (None, tpot_margin_s))
 
@@ -232,16 +192,12 @@ class Bullet:
         if flight is not None and isinstance(flight.step, PrefillStep):
             flying_s = flight.remaining_s(now_s)
             layers -= flight.step.layers
-        ttft = _RunningBatch(self, state, batch, now_s, (seqs, context), layers / batch.num_layers, flying_s)
+        ttft = RunningBatch(self.queue, state, batch, now_s, (seqs, context), layers / batch.num_layers, flying_s)
         if self.partition:
-            kv_full = bool(state.queue.requests) and self._kv_full(state, now_s, [])
-            found = self._reduce_decode(state, step, limit_s) if tpot_margin_s >= 0 and not kv_full else None
-            if found is not None:
-                index, reason = found, REDUCE_DECODE
-            else:
-                ttft_margin_s = state.prefill_published.ttft_margin_s
-                satisfied = ttft_margin_s is None or ttft_margin_s >= 0
-                index, reason = self._choose(state, now_s, satisfied, tpot_margin_s >= 0, step, limit_s, ttft, kv_full)
+            kv_full = bool(state.queue.requests) and self.queue.kv_full(state, now_s, [])
+            ttft_margin_s = state.prefill_published.ttft_margin_s
+            ttft_met = ttft_margin_s is None or ttft_margin_s >= 0
+            index, reason = self._choose(state, now_s, ttft_met, tpot_margin_s >= 0, kv_full, step, limit_s, ttft)
             step_s = step.at(index)
             if self._tail_is_short(state, ttft.left(index), index, step_s, kv_full):
                 full_s = step.at(self.full)
@@ -270,53 +226,41 @@ class Bullet:
 
     # ---- the branches of Algorithm 1 -------------------------------------------------------------
 
-    def _reduce_decode(self, state: SystemState, step: _DecodeForecast, limit_s: float) -> int | None:
-        """ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO."""
-        if self.fixed is not None:
-            return None
-        return step.first_within(min(limit_s, self.cap_s), self.floor, min(self._present_decode(state), self.full - 1))
-
-    def _choose(self, state: SystemState, now_s: float, satisfied: bool, tpot_met: bool, step: _DecodeForecast,
-                limit_s: float, ttft: _Forecast, kv_full: bool) -> tuple[int, str]:
-        """Index of the split and the branch that chose it, where ReduceDecodeSM found none."""
+    def _choose(self, state: SystemState, now_s: float, ttft_met: bool, tpot_met: bool, kv_full: bool, step: StepForecast,
+                limit_s: float, ttft: TtftForecast) -> tuple[int, str]:
+        """Index of the split, and the branch that chose it."""
         if self.fixed is not None:
             return self.fixed, "fixed"
         if kv_full:
             return self._free_kv(ttft), "kv-full"
         if tpot_met:
+            # ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO.
             present = self._present_decode(state)
+            found = step.first_within(min(limit_s, self.cap_s), self.floor, min(present, self.full - 1))
+            if found is not None:
+                return found, REDUCE_DECODE
             if self.floor <= present < self.full:
                 return present, "keep"
-        elif satisfied:
+        elif ttft_met:
             # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
-            cap_s = min(limit_s, self.cap_s)
             in_time = ttft.met(self.floor, self.full)
-            both = (step.all()[self.floor : self.full] <= cap_s) & in_time
+            both = (step.all()[self.floor : self.full] <= min(limit_s, self.cap_s)) & in_time
             first = int(both.argmax())
             if both[first]:
                 return self.floor + first, "reduce-prefill"
             keeps = np.flatnonzero(in_time)
             if len(keeps):
                 return self.floor + int(keeps[-1]), "reduce-prefill"
-        return self._set_balanced(state, now_s, step, ttft), "balanced"
+        return self._set_balanced(step, self.tpot.ratio(state, now_s), ttft), "balanced"
 
-    def _set_balanced(self, state: SystemState, now_s: float, step: _DecodeForecast, ttft: _Forecast) -> int:
+    def _set_balanced(self, step: StepForecast, tpot_ratio: Callable[[float], float], ttft: TtftForecast) -> int:
         """SetBalancedSM: minimise max(P90(ttft) / SLO, P90(tpot) / SLO) over the splits, ties to the larger p.
 
         As d rises the first rises and the second falls, so the best split is where they cross: the smallest d at which
         TTFT is the worse of the two, or its neighbour.
         """
-        running = state.decode
-        flight = state.in_flight.get(DECODE)
-        ahead_s = 0.0 if flight is None else flight.remaining_s(now_s)
-        gained = running.generated_offset + running.iteration + (0 if flight is None else 1)  # g + 1 of the next step
-        age_s = now_s + ahead_s - running.first_token_s
-        if state.ready:
-            gained = np.concatenate((gained, [float(r.generated) for r in state.ready]))
-            age_s = np.concatenate((age_s, [now_s + ahead_s - _first_token_s(r) for r in state.ready]))
-
         def tpot(index: int) -> float:
-            return p90((age_s + step.at(index)) / gained) / self.tpot_slo_s
+            return tpot_ratio(step.at(index))
 
         def ttft_decides(index: int) -> bool:
             return ttft.ratio(index) >= tpot(index)
@@ -333,7 +277,7 @@ class Bullet:
         # Left of the crossing decode decides, and more SMs may not help it at all: the largest p of equals.
         return first + bisect_left(range(first, left), True, key=lambda i: step.at(i) <= step.at(left))
 
-    def _free_kv(self, ttft: _Forecast) -> int:
+    def _free_kv(self, ttft: TtftForecast) -> int:
         """KV full: decode frees it. The largest d up to N/2 that keeps P's TTFT, else 2N/9."""
         half = int(np.searchsorted(self.splits.decode_sms, self.num_sms / 2, side="right"))
         keeps = np.flatnonzero(ttft.met(self.floor, max(half, self.floor + 1)))
@@ -365,354 +309,9 @@ class Bullet:
                 return False
         return True
 
-    # ---- TPOT ------------------------------------------------------------------------------------
-
-    def _decode_step(self, state: SystemState, seqs: int, context: int, prefill_tokens: int,
-                     victims: tuple[int, ...] = ()) -> _DecodeForecast:
-        """The next iteration (``seqs``, ``context``: with those waiting to merge) beside a prefill, without victims."""
-        if DECODE in state.in_flight:
-            context += state.decode.size  # the iteration in flight adds a token to each
-        for request_id in victims:
-            request = state.decode.requests.get(request_id)
-            seqs -= 1
-            context -= (next(r.known_tokens for r in state.ready if r.id == request_id) if request is None
-                        else state.decode.cached(request) + 1)
-        # What prefill expects of the next iteration while one is in flight, decode asks again when that ends.
-        last = self._forecast
-        if last is None or last.context_tokens != context or last.seqs != seqs or last.prefill_tokens != prefill_tokens:
-            last = self._forecast = _DecodeForecast(self.estimator, seqs, context, prefill_tokens)
-        return last
-
-    def _limit(self, state: SystemState, now_s: float) -> float:
-        """How long the next decode step may be with P90(tpot) inside its SLO; infinity without decodes.
-
-        A request's next token is due one SLO after its first for each token it has by then: g + 1 at an iteration's
-        end, g + 2 while one is in flight; those waiting to merge gain nothing from the one in flight.
-        """
-        running, ready, slo = state.decode, state.ready, self.tpot_slo_s
-        flight = state.in_flight.get(DECODE)
-        iteration, ahead_s = running.iteration, 0.0
-        if flight is not None:
-            iteration += 1
-            ahead_s = flight.remaining_s(now_s)
-        dues = self._dues if running.version == self._dues_version else self._follow(running)
-        if ready:
-            dues = sorted([*dues, *[_first_token_s(r) + slo * (r.generated - iteration) for r in ready]])
-        due_s = dues[len(dues) // 10] if dues else math.inf  # P90's order statistic: n - ceil(0.9 n)
-        return due_s + slo * iteration - now_s - ahead_s
-
-    def _follow(self, running: DecodeBatch) -> list[float]:
-        """``first token + SLO x (generated - iteration)`` over the batch, sorted: constant while a request stays in it."""
-        dues, slo, changes = self._dues, self.tpot_slo_s, running.changes
-        behind = running.version - self._dues_version
-        if 0 < behind <= len(changes):
-            for i in range(-behind, 0):
-                first_token_s, offset, joined = changes[i]
-                due_s = first_token_s + slo * offset
-                at = bisect_left(dues, due_s)
-                if joined:
-                    dues.insert(at, due_s)
-                else:
-                    assert dues[at] == due_s, f"{due_s} is not among {dues}"
-                    del dues[at]
-        else:
-            dues = self._dues = sorted((running.first_token_s + slo * running.generated_offset).tolist())
-        self._dues_version = running.version
-        return dues
-
-    # ---- the queue -------------------------------------------------------------------------------
-
-    def _sort(self, state: SystemState, now_s: float, index: int) -> _Ranked:
-        """Q by least estimated latency under one split, with the readings of ``OPTIONS``.
-
-        On plain lists: queues are mostly short, and then each numpy call costs more than the whole sort.
-        """
-        queue = state.queue
-        requests = queue.requests
-        if len(requests) == 1:
-            (first,) = requests
-            counts = None if first.first_token_s is None else [False]
-            self._ranked = _Ranked(queue.version, [0], [first.known_tokens], [first.arrival_s],
-                                   [first.ttft_slo_s], counts)
-            return self._ranked
-        # Preempted requests stand at the front. Their first token is out, so that only TPOT is at stake: they go first.
-        started = 0
-        while started < len(requests) and requests[started].first_token_s is not None:
-            started += 1
-        tokens, arrival_s, ttft_slo_s = queue.known_tokens, queue.arrival_s, queue.ttft_slo_s
-        order = list(range(len(tokens)))
-        if len(tokens) - started > 1:
-            correction = self.estimator.prefill_correction(index)
-            own = [alone_s * correction for alone_s in self._lone(tokens, index)]
-            waited = [now_s - at_s for at_s in arrival_s]
-            order = self._rank(waited, own, ttft_slo_s, started)
-            if self.options["repair"] and self.options["order"] == "least":
-                ahead_s = self._ahead(state, now_s, index)
-                slack = [math.inf] * started + [slo_s - waited_s - ahead_s for slo_s, waited_s
-                                                in zip(ttft_slo_s[started:], waited[started:], strict=True)]
-                order = self._repair(order, own, slack)
-        self._ranked = _Ranked(queue.version, order, [tokens[i] for i in order], [arrival_s[i] for i in order],
-                               [ttft_slo_s[i] for i in order], [i >= started for i in order] if started else None)
-        return self._ranked
-
-    def _last_sorted(self, state: SystemState, now_s: float) -> _Ranked:
-        """Q as last sorted, sorted anew if it has changed since."""
-        if self._ranked is not None and self._ranked.version == state.queue.version:
-            return self._ranked
-        return self._sort(state, now_s, self._present_prefill(state))
-
-    def _rank(self, waited: list[float], own: list[float], slo: list[float], started: int) -> list[int]:
-        """Positions of Q, which is in order of arrival, in order of service before the repair."""
-        if self.options["order"] == "fcfs":
-            return list(range(len(own)))
-        first, rest = list(range(started)), range(started, len(own))
-        if self.options["order"] == "normalised":
-            return first + sorted(rest, key=lambda i: -((waited[i] + own[i]) / slo[i]))
-        timely = sorted([i for i in rest if not waited[i] > slo[i]], key=own.__getitem__)
-        if len(timely) == len(rest):
-            return first + timely
-        late = [i for i in rest if waited[i] > slo[i]]
-        if self.options["late_first"]:
-            return first + late + timely
-        patience = self.options["late_patience"]
-        overdue = [i for i in late if waited[i] > patience * slo[i]]
-        return first + overdue + timely + [i for i in late if not waited[i] > patience * slo[i]]
-
-    @staticmethod
-    def _repair(order: list[int], own: list[float], slack: list[float]) -> list[int]:
-        """Each request in time by arrival order but not after the sort moves to the last place where it is.
-
-        ``slack``: seconds that may pass until each one's first token. In order of arrival, each judged in the order
-        as the moves before it left it.
-        """
-        in_time = [end_s <= slack_s for end_s, slack_s in zip(accumulate(own), slack, strict=True)]
-        judged = -1
-        while True:
-            ends = list(accumulate([own[i] for i in order]))
-            broken = [i for i, end_s in zip(order, ends, strict=True) if i > judged and end_s > slack[i] and in_time[i]]
-            if not broken:
-                return order
-            judged = min(broken)
-            at = order.index(judged)
-            own_s, slack_s = own[judged], slack[judged]
-            # ``ends[to - 1]``: when a place's turn comes; the first's comes at once.
-            to = next((to for to in range(at - 1, -1, -1) if (ends[to - 1] if to else 0.0) + own_s <= slack_s), None)
-            if to is not None:
-                order.insert(to, order.pop(at))
-
-    def _pop(self, state: SystemState, ranked: _Ranked, index: int) -> list[Request]:
-        """The head of Q, and more while a layer's flops per byte stay under the ridge point and whole prompts fit.
-
-        The ridge point is that of ``index``, the present split: which one follows depends on the batch itself.
-        """
-        popped: list[Request] = []
-        lengths: tuple[int, ...] = ()
-        blocks = 0
-        for i in ranked.order:
-            request = state.queue.requests[i]
-            if not fits(state, request, blocks):
-                break
-            if popped and self.estimator.prefill_intensity(lengths) >= self.estimator.ridge(index):
-                break
-            popped.append(request)
-            blocks += state.kv.blocks_for(request.known_tokens)
-            lengths = (*lengths, request.known_tokens)
-        return popped
-
-    def _kv_full(self, state: SystemState, now_s: float, popped: list[Request]) -> bool:
-        """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
-        queue, kv = state.queue, state.kv
-        if self._largest is None or self._largest[0] != queue.version:
-            self._largest = (queue.version, max(queue.known_tokens))
-        blocks = kv.blocks_for(self._largest[1])
-        if kv.free_blocks > blocks * (1 + len(popped)) + state.decode_seqs:
-            return False  # whichever is the head, it fits
-        head = queue.requests[self._last_sorted(state, now_s).order[len(popped)]]
-        return not fits(state, head, sum(kv.blocks_for(r.known_tokens) for r in popped))
-
-    # ---- TTFT ------------------------------------------------------------------------------------
-
-    def _ahead(self, state: SystemState, now_s: float, index: int) -> float:
-        """Predicted seconds until the running prefill batch is done, under one split."""
-        batch = state.prefill
-        if batch is None:
-            return 0.0
-        flight = state.in_flight.get(PREFILL)
-        flying_s = 0.0 if flight is None else flight.remaining_s(now_s)
-        flying = flight.step.layers if flight is not None and isinstance(flight.step, PrefillStep) else 0
-        beside = state.next_decode()
-        whole_s = self.estimator.prefill_line(batch.tokens, beside if beside[0] else None)(index)
-        return flying_s + whole_s * (batch.layers_left - flying) / batch.num_layers
-
-    def _queue_margin(self, ranked: _Ranked, now_s: float, index: int) -> float:
-        """Seconds by which P90(ttft) over Q is inside its SLO under one split, no batch being ahead of it."""
-        correction = self.estimator.prefill_correction(index)
-        ends_s = accumulate(self._lone(ranked.tokens, index))
-        slacks = [arrival_s + slo_s - end_s * correction for arrival_s, slo_s, end_s
-                  in zip(ranked.arrival_s, ranked.ttft_slo_s, ends_s, strict=True)]
-        if ranked.counts is not None:
-            slacks = list(compress(slacks, ranked.counts))
-        return (sorted(slacks)[len(slacks) // 10] if slacks else math.inf) - now_s
-
-    def _queue_ratios(self, ranked: _Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
-        """TTFT / SLO of everything in Q under one split, served after ``ahead_s`` seconds."""
-        if ranked.arrays is None:  # a search over splits follows: a long queue makes it dear
-            ranked.arrays = (np.array([self._row_for(length) for length in ranked.tokens]), np.array(ranked.arrival_s),
-                             np.array(ranked.ttft_slo_s))
-        rows, arrival_s, ttft_slo_s = ranked.arrays
-        ends = np.cumsum(self._table[rows, index]) * self.estimator.prefill_correction(index)
-        ratios: NDArray[np.float64] = (now_s + ahead_s + ends - arrival_s) / ttft_slo_s
-        return ratios if ranked.counts is None else ratios[ranked.counts]
-
-    def _lone(self, lengths: list[int], index: int) -> list[float]:
-        """Uncorrected seconds of prompts of these lengths, each alone, on one split."""
-        known = self._lone_s[index]
-        for length in lengths:
-            if length not in known:
-                known[length] = self.estimator.prefill_base_at((length,), index)
-        return [known[length] for length in lengths]
-
-    def _row_for(self, length: int) -> int:
-        """Row of ``_table`` for a prompt length; a new one is filled in."""
-        row = self._row_of.get(length)
-        if row is None:
-            row = self._row_of[length] = len(self._row_of)
-            if row == len(self._table):
-                self._table = np.concatenate((self._table, np.empty_like(self._table)))
-            self._table[row] = self.estimator.prefill_base(length)
-        return row
-
-    # ---- small questions -------------------------------------------------------------------------
-
     def _present_decode(self, state: SystemState) -> int:
         """Index of the present split for the search; a d of 0 or N counts as N."""
         return self._index_of.get(state.target.decode_sms, self.full)
-
-    def _present_prefill(self, state: SystemState) -> int:
-        """Index under which prefill is estimated now; without a split of its own, all N."""
-        p, d = state.target
-        return self._index_of.get(d, self.full) if 0 < p < self.num_sms else self.full
-
-
-def _first_token_s(request: Request) -> float:
-    assert request.first_token_s is not None, request
-    return request.first_token_s
-
-
-class _Ranked:
-    """Q in order of service: columns in that order. ``counts``: who has a TTFT left to miss (``None``: all)."""
-
-    __slots__ = ("arrays", "arrival_s", "counts", "order", "tokens", "ttft_slo_s", "version")
-
-    def __init__(self, version: int, order: list[int], tokens: list[int], arrival_s: list[float], ttft_slo_s: list[float],
-                 counts: list[bool] | None) -> None:
-        self.version = version
-        self.order = order  # positions in the queue
-        self.tokens = tokens
-        self.arrival_s = arrival_s
-        self.ttft_slo_s = ttft_slo_s
-        self.counts = counts
-        #: Rows of the policy's table, arrivals and SLOs, once they are asked for.
-        self.arrays: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
-
-
-class _Forecast(Protocol):
-    """TTFT under each candidate split, by the test that Algorithm 1 prescribes."""
-
-    def margin(self, index: int) -> float:
-        """Seconds to spare under one split; negative: TTFT is missed."""
-
-    def met(self, first: int, last: int) -> NDArray[np.bool_]:
-        """Whether TTFT is met under splits ``first`` .. ``last - 1``."""
-
-    def ratio(self, index: int) -> float:
-        """P90(ttft / SLO) over P and Q."""
-
-
-class _DecodeForecast:
-    """The next decode step's seconds under each split: one at a time, or all at once."""
-
-    __slots__ = ("at", "context_tokens", "estimator", "prefill_tokens", "seqs")
-
-    def __init__(self, estimator: Estimator, seqs: int, context_tokens: int, prefill_tokens: int) -> None:
-        self.estimator = estimator
-        self.seqs = seqs
-        self.context_tokens = context_tokens
-        self.prefill_tokens = prefill_tokens
-        #: Seconds under one split, by its index.
-        self.at = estimator.decode_line(seqs, context_tokens, prefill_tokens)
-
-    def all(self) -> NDArray[np.float64]:
-        """Seconds under all splits."""
-        return self.estimator.decode_seconds(self.seqs, self.context_tokens, self.prefill_tokens)
-
-    def first_within(self, limit_s: float, first: int, last: int) -> int | None:
-        """The first split of ``first .. last`` whose step takes at most ``limit_s``: mostly one of the first few."""
-        at = self.at
-        if first <= last and at(first) <= limit_s:
-            return first
-        for index in range(first + 1, min(first + 4, last + 1)):
-            if at(index) <= limit_s:
-                return index
-        if last < first + 4:
-            return None
-        met = self.all()[first + 4 : last + 1] <= limit_s
-        found = int(met.argmax())
-        return first + 4 + found if met[found] else None
-
-
-class _RunningBatch:
-    """P runs: every request of P must be in time. ``share`` of its layers is to launch after ``flying_s`` in flight."""
-
-    __slots__ = ("batch", "beside", "flying_s", "now_s", "policy", "share", "state", "whole")
-
-    def __init__(self, policy: Bullet, state: SystemState, batch: PrefillBatch, now_s: float,
-                 beside: tuple[int, int] | None, share: float, flying_s: float) -> None:
-        self.policy, self.state, self.batch, self.now_s = policy, state, batch, now_s
-        self.beside, self.share, self.flying_s = beside, share, flying_s
-        #: Seconds of all its layers under one split, by its index.
-        self.whole = policy.estimator.prefill_line(batch.tokens, beside)
-
-    def left(self, index: int) -> float:
-        """Seconds until P is done under one split."""
-        return self.flying_s + self.share * self.whole(index)
-
-    def margin(self, index: int) -> float:
-        return self.batch.deadline_s - self.now_s - self.left(index)
-
-    def met(self, first: int, last: int) -> NDArray[np.bool_]:
-        seconds = self.policy.estimator.prefill_seconds(self.batch.tokens, self.beside)[first:last]
-        met: NDArray[np.bool_] = self.flying_s + self.share * seconds <= self.batch.deadline_s - self.now_s
-        return met
-
-    def ratio(self, index: int) -> float:
-        policy, state, now_s, left_s = self.policy, self.state, self.now_s, self.left(index)
-        ratios = np.array([(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in self.batch.requests
-                           if r.first_token_s is None])
-        if state.queue.requests:
-            behind = policy._queue_ratios(policy._last_sorted(state, now_s), now_s, index, left_s)
-            ratios = np.concatenate((ratios, behind))
-        return p90(ratios)
-
-
-class _PoppedBatch:
-    """P is popped just now: P90 over Q as it was before the pop. Slower prefill never helps, so bisect."""
-
-    __slots__ = ("now_s", "policy", "ranked")
-
-    def __init__(self, policy: Bullet, ranked: _Ranked, now_s: float) -> None:
-        self.policy, self.ranked, self.now_s = policy, ranked, now_s
-
-    def margin(self, index: int) -> float:
-        return self.policy._queue_margin(self.ranked, self.now_s, index)
-
-    def met(self, first: int, last: int) -> NDArray[np.bool_]:
-        splits = range(first, last)
-        met: NDArray[np.bool_] = np.arange(len(splits)) < bisect_left(splits, True, key=lambda i: self.margin(i) < 0)
-        return met
-
-    def ratio(self, index: int) -> float:
-        return p90(self.policy._queue_ratios(self.ranked, self.now_s, index, 0.0))
 
 
 class BulletLiteral(Bullet):

@@ -1,0 +1,233 @@
+"""What Algorithm 1 predicts before it decides: TTFT of P and Q and TPOT of the decodes, under the present split and every other.
+
+How the tests are computed. "P90(x_i) <= SLO" holds exactly when at least ceil(0.9 n) of the x_i do, that is, when the
+order statistic number n - ceil(0.9 n) (from 0, ascending) of the slacks is not negative. For TPOT the slack of
+request i against a step of T seconds is ``SLO (g_i + 1) - (now - d_i) - T``: T enters alike for all, so one number,
+:meth:`Tpot.limit`, says how long the next step may be, and every candidate d is tested by ``T(d) <= limit``. Between joins
+and leaves that number moves by one SLO an iteration and by the clock alone, so it costs nothing to keep.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate, compress
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet.estimators.base import Estimator
+from bullet.policies.bullet.queue import Ranked, ServiceOrder
+from bullet.state import DECODE, DecodeBatch, PrefillBatch, Request, SystemState
+
+
+def p90(values: NDArray[np.float64]) -> float:
+    """Nearest-rank P90; 0 for none (an empty set meets any objective)."""
+    n = len(values)
+    if n == 0:
+        return 0.0
+    index = n - n // 10 - 1  # ceil(0.9 n) - 1
+    return float(np.partition(values, index)[index])
+
+
+# -------------------------------------------------------------------------------------------------- TTFT
+
+
+class TtftForecast(Protocol):
+    """TTFT under each candidate split, by the test that Algorithm 1 prescribes."""
+
+    def margin(self, index: int) -> float:
+        """Seconds to spare under one split; negative: TTFT is missed."""
+
+    def met(self, first: int, last: int) -> NDArray[np.bool_]:
+        """Whether TTFT is met under splits ``first`` .. ``last - 1``."""
+
+    def ratio(self, index: int) -> float:
+        """P90(ttft / SLO) over P and Q."""
+
+
+class RunningBatch:
+    """P runs: every request of P must be in time. ``share`` of its layers is to launch after ``flying_s`` in flight."""
+
+    __slots__ = ("batch", "beside", "flying_s", "now_s", "queue", "share", "state", "whole")
+
+    def __init__(self, queue: ServiceOrder, state: SystemState, batch: PrefillBatch, now_s: float,
+                 beside: tuple[int, int] | None, share: float, flying_s: float) -> None:
+        self.queue, self.state, self.batch, self.now_s = queue, state, batch, now_s
+        self.beside, self.share, self.flying_s = beside, share, flying_s
+        #: Seconds of all its layers under one split, by its index.
+        self.whole = queue.estimator.prefill_line(batch.tokens, beside)
+
+    def left(self, index: int) -> float:
+        """Seconds until P is done under one split."""
+        return self.flying_s + self.share * self.whole(index)
+
+    def margin(self, index: int) -> float:
+        return self.batch.deadline_s - self.now_s - (self.flying_s + self.share * self.whole(index))
+
+    def met(self, first: int, last: int) -> NDArray[np.bool_]:
+        seconds = self.queue.estimator.prefill_seconds(self.batch.tokens, self.beside)[first:last]
+        met: NDArray[np.bool_] = self.flying_s + self.share * seconds <= self.batch.deadline_s - self.now_s
+        return met
+
+    def ratio(self, index: int) -> float:
+        now_s, left_s = self.now_s, self.left(index)
+        ratios = np.array([(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in self.batch.requests
+                           if r.first_token_s is None])
+        if self.state.queue.requests:
+            ranked = self.queue.last_sorted(self.state, now_s)
+            ratios = np.concatenate((ratios, _queue_ratios(self.queue, ranked, now_s, index, left_s)))
+        return p90(ratios)
+
+
+class PoppedBatch:
+    """P is popped just now: P90 over Q as it was before the pop. Slower prefill never helps, so bisect."""
+
+    __slots__ = ("now_s", "queue", "ranked")
+
+    def __init__(self, queue: ServiceOrder, ranked: Ranked, now_s: float) -> None:
+        self.queue, self.ranked, self.now_s = queue, ranked, now_s
+
+    def margin(self, index: int) -> float:
+        ranked = self.ranked
+        correction = self.queue.estimator.prefill_correction(index)
+        ends_s = accumulate(self.queue.alone(ranked.tokens, index))
+        slacks = [arrival_s + slo_s - end_s * correction for arrival_s, slo_s, end_s
+                  in zip(ranked.arrival_s, ranked.ttft_slo_s, ends_s, strict=True)]
+        if ranked.counts is not None:
+            slacks = list(compress(slacks, ranked.counts))
+        return (sorted(slacks)[len(slacks) // 10] if slacks else math.inf) - self.now_s
+
+    def met(self, first: int, last: int) -> NDArray[np.bool_]:
+        splits = range(first, last)
+        met: NDArray[np.bool_] = np.arange(len(splits)) < bisect_left(splits, True, key=lambda i: self.margin(i) < 0)
+        return met
+
+    def ratio(self, index: int) -> float:
+        return p90(_queue_ratios(self.queue, self.ranked, self.now_s, index, 0.0))
+
+
+def _queue_ratios(queue: ServiceOrder, ranked: Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
+    """TTFT / SLO of everything in Q under one split, served after ``ahead_s`` seconds."""
+    rows, arrival_s, ttft_slo_s = queue.arrays(ranked)
+    ends = np.cumsum(queue.table[rows, index]) * queue.estimator.prefill_correction(index)
+    ratios: NDArray[np.float64] = (now_s + ahead_s + ends - arrival_s) / ttft_slo_s
+    return ratios if ranked.counts is None else ratios[ranked.counts]
+
+
+# -------------------------------------------------------------------------------------------------- TPOT
+
+
+class StepForecast:
+    """The next decode step's seconds under each split: one at a time, or all at once."""
+
+    __slots__ = ("at", "context_tokens", "estimator", "prefill_tokens", "seqs")
+
+    def __init__(self, estimator: Estimator, seqs: int, context_tokens: int, prefill_tokens: int) -> None:
+        self.estimator = estimator
+        self.seqs = seqs
+        self.context_tokens = context_tokens
+        self.prefill_tokens = prefill_tokens
+        #: Seconds under one split, by its index.
+        self.at = estimator.decode_line(seqs, context_tokens, prefill_tokens)
+
+    def all(self) -> NDArray[np.float64]:
+        """Seconds under all splits."""
+        return self.estimator.decode_seconds(self.seqs, self.context_tokens, self.prefill_tokens)
+
+    def first_within(self, limit_s: float, first: int, last: int) -> int | None:
+        """The first split of ``first .. last`` whose step takes at most ``limit_s``: mostly one of the first few."""
+        at = self.at
+        if first <= last and at(first) <= limit_s:
+            return first
+        for index in range(first + 1, min(first + 4, last + 1)):
+            if at(index) <= limit_s:
+                return index
+        if last < first + 4:
+            return None
+        met = self.all()[first + 4 : last + 1] <= limit_s
+        found = int(met.argmax())
+        return first + 4 + found if met[found] else None
+
+
+class Tpot:
+    """The decodes' TPOT against its SLO, and the step that comes next."""
+
+    def __init__(self, estimator: Estimator, slo_s: float) -> None:
+        self.estimator, self.slo_s = estimator, slo_s
+        # Kept for speed: the same values would be computed anew.
+        self._dues: list[float] = []  # of the decode batch, ascending: see limit
+        self._dues_version = 0
+        self._last: StepForecast | None = None
+
+    def step(self, state: SystemState, seqs: int, context: int, prefill_tokens: int,
+             victims: tuple[int, ...] = ()) -> StepForecast:
+        """The next iteration (``seqs``, ``context``: with those waiting to merge) beside a prefill, without victims."""
+        if DECODE in state.in_flight:
+            context += state.decode.size  # the iteration in flight adds a token to each
+        for request_id in victims:
+            request = state.decode.requests.get(request_id)
+            seqs -= 1
+            context -= (next(r.known_tokens for r in state.ready if r.id == request_id) if request is None
+                        else state.decode.cached(request) + 1)
+        # What prefill expects of the next iteration while one is in flight, decode asks again when that ends.
+        last = self._last
+        if last is None or last.context_tokens != context or last.seqs != seqs or last.prefill_tokens != prefill_tokens:
+            last = self._last = StepForecast(self.estimator, seqs, context, prefill_tokens)
+        return last
+
+    def limit(self, state: SystemState, now_s: float) -> float:
+        """How long the next decode step may be with P90(tpot) inside its SLO; infinity without decodes.
+
+        A request's next token is due one SLO after its first for each token it has by then: g + 1 at an iteration's
+        end, g + 2 while one is in flight; those waiting to merge gain nothing from the one in flight.
+        """
+        running, ready, slo = state.decode, state.ready, self.slo_s
+        flight = state.in_flight.get(DECODE)
+        iteration, ahead_s = running.iteration, 0.0
+        if flight is not None:
+            iteration += 1
+            ahead_s = flight.remaining_s(now_s)
+        dues = self._dues if running.version == self._dues_version else self._follow(running)
+        if ready:
+            dues = sorted([*dues, *[_first_token_s(r) + slo * (r.generated - iteration) for r in ready]])
+        due_s = dues[len(dues) // 10] if dues else math.inf  # P90's order statistic: n - ceil(0.9 n)
+        return due_s + slo * iteration - now_s - ahead_s
+
+    def _follow(self, running: DecodeBatch) -> list[float]:
+        """``first token + SLO x (generated - iteration)`` over the batch, sorted: constant while a request stays in it."""
+        dues, slo, changes = self._dues, self.slo_s, running.changes
+        behind = running.version - self._dues_version
+        if 0 < behind <= len(changes):
+            for i in range(-behind, 0):
+                first_token_s, offset, joined = changes[i]
+                due_s = first_token_s + slo * offset
+                at = bisect_left(dues, due_s)
+                if joined:
+                    dues.insert(at, due_s)
+                else:
+                    assert dues[at] == due_s, f"{due_s} is not among {dues}"
+                    del dues[at]
+        else:
+            dues = self._dues = sorted((running.first_token_s + slo * running.generated_offset).tolist())
+        self._dues_version = running.version
+        return dues
+
+    def ratio(self, state: SystemState, now_s: float) -> Callable[[float], float]:
+        """P90(tpot) / SLO as a function of the next step's seconds."""
+        running = state.decode
+        flight = state.in_flight.get(DECODE)
+        ahead_s = 0.0 if flight is None else flight.remaining_s(now_s)
+        gained = running.generated_offset + running.iteration + (0 if flight is None else 1)  # g + 1 of the next step
+        age_s = now_s + ahead_s - running.first_token_s
+        if state.ready:
+            gained = np.concatenate((gained, [float(r.generated) for r in state.ready]))
+            age_s = np.concatenate((age_s, [now_s + ahead_s - _first_token_s(r) for r in state.ready]))
+        return lambda step_s: p90((age_s + step_s) / gained) / self.slo_s
+
+
+def _first_token_s(request: Request) -> float:
+    assert request.first_token_s is not None, request
+    return request.first_token_s
