@@ -358,7 +358,9 @@ class Srm:
 
     def prefill_line(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Callable[[int], float]:
         """The same for a few indices."""
-        cells = self._cells_of(prompt_tokens)
+        cells = self._prefill_cells.get(prompt_tokens)
+        if cells is None:
+            cells = self._cells_of(prompt_tokens)
         factor, bucket_of = self._prefill_correction.factor, self._prefill_correction.bucket_of
 
         def at(index: int) -> float:

@@ -125,7 +125,7 @@ class Bullet:
     # ---- the two lanes ---------------------------------------------------------------------------
 
     def _prefill(self, state: SystemState, now_s: float) -> Decision:
-        batch = state.prefill
+        batch, tpot = state.prefill, self.tpot
         present = self.queue.present_prefill(state)
         seqs, context = decodes = state.next_decode()
         beside = decodes if seqs else None
@@ -155,8 +155,7 @@ class Bullet:
         elif not seqs:  # no decodes: p = N
             sms, index, target, reason = self.num_sms, self.full, Partition(self.num_sms, 0), "no-decode"
         else:
-            step = self.tpot.step(state, seqs, context, total_tokens)
-            limit_s = self.tpot.limit(state, now_s)
+            step, limit_s = tpot.step(state, seqs, context, total_tokens), tpot.limit(state, now_s)
             # The branch test reads what decode published, unless the batch it spoke of is gone: an empty one is satisfied.
             tpot_margin_s = state.decode_published.tpot_margin_s
             tpot_met = tpot_margin_s is None or tpot_margin_s >= 0 or not state.decode.size

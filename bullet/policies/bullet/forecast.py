@@ -123,19 +123,17 @@ def _queue_ratios(queue: ServiceOrder, ranked: Ranked, now_s: float, index: int,
 class StepForecast:
     """The next decode step's seconds under each split: one at a time, or all at once."""
 
-    __slots__ = ("at", "context_tokens", "estimator", "prefill_tokens", "seqs")
+    __slots__ = ("at", "estimator", "state")
 
-    def __init__(self, estimator: Estimator, seqs: int, context_tokens: int, prefill_tokens: int) -> None:
+    def __init__(self, estimator: Estimator, state: tuple[int, int, int]) -> None:
         self.estimator = estimator
-        self.seqs = seqs
-        self.context_tokens = context_tokens
-        self.prefill_tokens = prefill_tokens
+        self.state = state  # sequences, context tokens, tokens of the prefill beside
         #: Seconds under one split, by its index.
-        self.at = estimator.decode_line(seqs, context_tokens, prefill_tokens)
+        self.at = estimator.decode_line(*state)
 
     def all(self) -> NDArray[np.float64]:
         """Seconds under all splits."""
-        return self.estimator.decode_seconds(self.seqs, self.context_tokens, self.prefill_tokens)
+        return self.estimator.decode_seconds(*self.state)
 
     def first_within(self, limit_s: float, first: int, last: int) -> int | None:
         """The first split of ``first .. last`` whose step takes at most ``limit_s``: mostly one of the first few."""
@@ -173,9 +171,9 @@ class Tpot:
             context -= (next(r.known_tokens for r in state.ready if r.id == request_id) if request is None
                         else state.decode.cached(request) + 1)
         # What prefill expects of the next iteration while one is in flight, decode asks again when that ends.
-        last = self._last
-        if last is None or last.context_tokens != context or last.seqs != seqs or last.prefill_tokens != prefill_tokens:
-            last = self._last = StepForecast(self.estimator, seqs, context, prefill_tokens)
+        last, asked = self._last, (seqs, context, prefill_tokens)
+        if last is None or last.state != asked:
+            last = self._last = StepForecast(self.estimator, asked)
         return last
 
     def limit(self, state: SystemState, now_s: float) -> float:
