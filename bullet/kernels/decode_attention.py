@@ -32,9 +32,9 @@ import triton.language as tl
 from bullet.kernels.launch import (
     Compiled,
     dot_in_fp32,
+    output_like,
     power_of_two,
     require,
-    require_indices,
     require_one_device,
     require_paged,
     require_sms,
@@ -193,10 +193,7 @@ def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_t
           lengths: torch.Tensor) -> None:
     """Shapes and dtypes; values on the device (block numbers, lengths) are the caller's promise."""
     name = "decode_attention"
-    require(q.dim() == 3 and k_cache.dim() == 4, f"{name}: q must be (B, H, D), caches (blocks, K, block_tokens, D)")
-    require_paged(name, q, k_cache, v_cache)
-    require_indices(name, block_tables=block_tables, lengths=lengths)
-    require_one_device(name, q=q, block_tables=block_tables, lengths=lengths)
+    require_paged(name, "B", q, k_cache, v_cache, block_tables, lengths=lengths)
     require(block_tables.dim() == 2 and len(block_tables) == len(q) == len(lengths),
             f"{name}: {len(q)} queries, {len(block_tables)} block tables, {len(lengths)} lengths")
 
@@ -209,9 +206,7 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     require_sms("decode_attention", num_sms)
     batch, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    require(out.shape == q.shape and out.dtype == q.dtype and out.stride(-1) == 1,
-            f"decode_attention: out {tuple(out.shape)} {out.dtype} must be as q {tuple(q.shape)} {q.dtype}")
+    out = output_like("decode_attention", q, out)
     if not batch:
         return out
     plan_ = plan(lengths, kv_heads, num_sms) if plan_ is None else plan_

@@ -60,8 +60,10 @@ def require_indices(kernel: str, **tensors: torch.Tensor) -> None:
                 f"{kernel}: {name} must be contiguous int32, is {tensor.dtype} with strides {tensor.stride()}")
 
 
-def require_paged(kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Queries (rows, H, D) and a paged cache (blocks, K, block_tokens, D) that attention can read together."""
+def require_paged(kernel: str, rows: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                  block_tables: torch.Tensor, **indices: torch.Tensor) -> None:
+    """Queries (``rows``, H, D) and a paged cache (blocks, K, block_tokens, D) that attention can read together, and where."""
+    require(q.dim() == 3 and k_cache.dim() == 4, f"{kernel}: q must be ({rows}, H, D), caches (blocks, K, block_tokens, D)")
     require_tensors(kernel, q.dtype, q=q, k_cache=k_cache, v_cache=v_cache)
     require(k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride(),
             f"{kernel}: k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must agree, strides too")
@@ -71,6 +73,16 @@ def require_paged(kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: 
     require(16 <= head_dim <= 256, f"{kernel}: head size {head_dim} must be 16 to 256")
     require(heads % kv_heads == 0, f"{kernel}: {heads} query heads must be a multiple of {kv_heads} KV heads")
     require(block_tokens == power_of_two(block_tokens), f"{kernel}: block of {block_tokens} tokens: must be a power of two")
+    require_indices(kernel, block_tables=block_tables, **indices)
+    require_one_device(kernel, q=q, block_tables=block_tables, **indices)
+
+
+def output_like(kernel: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """``out``, or a new one of the shape and dtype that it must have."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    require(out.shape == q.shape and out.dtype == q.dtype and out.stride(-1) == 1,
+            f"{kernel}: out {tuple(out.shape)} {out.dtype} must be as q {tuple(q.shape)} {q.dtype}")
+    return out
 
 
 def dot_in_fp32(dtype: torch.dtype) -> bool:

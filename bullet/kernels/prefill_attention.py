@@ -29,9 +29,9 @@ from bullet.kernels.decode_attention import gather
 from bullet.kernels.launch import (
     Compiled,
     dot_in_fp32,
+    output_like,
     power_of_two,
     require,
-    require_indices,
     require_one_device,
     require_paged,
     require_sms,
@@ -154,10 +154,7 @@ def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_t
           starts: torch.Tensor, lengths: torch.Tensor) -> None:
     """Shapes and dtypes; values on the device are the caller's promise."""
     name = "prefill_attention"
-    require(q.dim() == 3 and k_cache.dim() == 4, f"{name}: q must be (rows, H, D), caches (blocks, K, block_tokens, D)")
-    require_paged(name, q, k_cache, v_cache)
-    require_indices(name, block_tables=block_tables, starts=starts, lengths=lengths)
-    require_one_device(name, q=q, block_tables=block_tables, starts=starts, lengths=lengths)
+    require_paged(name, "rows", q, k_cache, v_cache, block_tables, starts=starts, lengths=lengths)
     require(block_tables.dim() == 2 and len(block_tables) == len(lengths) == len(starts) - 1,
             f"{name}: {len(block_tables)} block tables, {len(lengths)} lengths, {len(starts)} starts (one more)")
 
@@ -169,9 +166,7 @@ def prefill_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
     check(q, k_cache, v_cache, block_tables, starts, lengths)
     require_sms("prefill_attention", num_sms)
     heads, head_dim = q.shape[1:]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    require(out.shape == q.shape and out.dtype == q.dtype and out.stride(-1) == 1,
-            f"prefill_attention: out {tuple(out.shape)} {out.dtype} must be as q {tuple(q.shape)} {q.dtype}")
+    out = output_like("prefill_attention", q, out)
     require_one_device("prefill_attention", q=q, out=out, plan=plan_.tile_seq)
     tallest = tile_sizes(q.dtype, head_dim, TILE[0])[0]
     require(plan_.tile_rows == power_of_two(plan_.tile_rows) and MIN_TILE_ROWS <= plan_.tile_rows <= tallest,
