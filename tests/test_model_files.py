@@ -59,17 +59,6 @@ def test_what_a_file_may_leave_out(tmp_path: Path) -> None:
         assert read(tmp_path, bare | window) == model
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"vocab_size": None}, "'vocab_size' is missing"), ({"hidden_size": "wide"}, "hidden_size = 'wide': must be a whole number"),
-    ({"num_attention_heads": 0}, "must be positive"), ({"num_key_value_heads": 7}, "a multiple of num_kv_heads = 7"),
-    ({"torch_dtype": "int3"}, "'int3': must be one of bfloat16"), ({"kv_lora_rank": 512}, "latent attention"),
-    ({"num_experts": 8}, "experts_per_token = 0"), ({"sliding_window": 4096}, "sliding-window attention is not modelled"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not modelled")])
-def test_what_cannot_be_modelled_is_refused_by_name(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        read(tmp_path, LLAMA | change)
-
-
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\xff"])
 def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
