@@ -176,7 +176,7 @@ def test_a_window_that_the_file_leaves_out_is_the_architectures(tmp_path: Path) 
     """Mistral v0.1's class takes 4,096; Qwen's windows begin at ``max_window_layers`` once switched on."""
     raw = {k: v for k, v in PUBLISHED["Mistral-7B-v0.3"][0].items() if k != "sliding_window"}
     assert (read(tmp_path, raw).window_tokens, read(tmp_path, raw).window_layers) == (4096, 32)
-    model = read(tmp_path, PUBLISHED["Qwen2.5-7B"][0] | {"use_sliding_window": True, "sliding_window": 32768,
+    model = read(tmp_path, PUBLISHED["Qwen2.5-7B"][0] | {"use_sliding_window": True, "sliding_window": 16384,
                                                          "max_window_layers": 20})
     assert (model.window_tokens, model.window_layers) == (16384, 8)
 
