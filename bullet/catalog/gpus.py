@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from bullet.errors import ConfigError, require
 from bullet.units import GIB, GIGA, MIB, TERA
@@ -18,16 +22,21 @@ FLOOR_S = 20e-6
 UNIT_FACTOR = 100.0
 """Further from its neighbours, or above its roofline, than this, a value is in another unit."""
 
-# ----------------------------------------------------------------------------------------------- GPUs
+CARDS = Path(__file__).parent / "cards"
+"""One file a card: its data sheet, and where it stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
     """A GPU as its data sheet states it, and the partition rules of its compute capability.
 
-    ``peak_flops``: dense bf16 tensor-core operations per second, no sparsity. ``bandwidth_knee_sms``: the
-    inflection ``N_d`` of eq. 1, SMs at which memory bandwidth saturates; ``None`` where nobody published one.
-    ``mem_bytes``: the sheets' GB of memory are GiB (an 80 GB A100 reports 81,920 MiB), their GB/s are 10^9.
+    ``peak_flops``: dense bf16 tensor-core operations per second, no sparsity; ``peak_fp8_flops``, ``peak_int8_flops`` likewise, 0
+    where its tensor cores have none. ``bandwidth_knee_sms``: the inflection ``N_d`` of eq. 1, SMs at which memory bandwidth
+    saturates; ``None`` where nobody published one. ``mem_bytes``: the sheets' GB of memory are GiB (an 80 GB A100 reports 81,920
+    MiB), their GB/s are 10^9. ``link_bytes_per_s``: one way,
+    to another GPU of the node (``gpus_per_node``); ``host_link_bytes_per_s``:
+    over PCIe. ``like``: the card whose measured efficiencies it takes where it has no fit of its own; empty: the nearest
+    measured silicon by compute capability.
     """
 
     name: str
@@ -40,10 +49,24 @@ class GpuSpec:
     link_bytes_per_s: float
     bandwidth_knee_sms: int | None
     source: str
+    peak_fp8_flops: float = 0.0
+    peak_int8_flops: float = 0.0
+    link: str = ""
+    gpus_per_node: int = 8
+    host_link_bytes_per_s: float = 32 * GIGA
+    like: str = ""
+    aliases: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_sms", "peak_flops", "mem_bytes_per_s", "mem_bytes"):
-            require(getattr(self, name) > 0, f"gpu {self.name}: {name}", getattr(self, name), "positive")
+        for name in ("num_sms", "peak_flops", "mem_bytes_per_s", "mem_bytes", "gpus_per_node", "link_bytes_per_s",
+                     "host_link_bytes_per_s"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"gpu {self.name}: {name}", value, "positive")
+        for name in ("l2_bytes", "peak_fp8_flops", "peak_int8_flops"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"gpu {self.name}: {name}", value, "0 or more")
+        require(self.bandwidth_knee_sms is None or 0 < self.bandwidth_knee_sms <= self.num_sms,
+                f"gpu {self.name}: bandwidth_knee_sms", self.bandwidth_knee_sms, f"1 to {self.num_sms}")
 
     @property
     def knee_sms(self) -> int:
@@ -52,31 +75,117 @@ class GpuSpec:
             return self.bandwidth_knee_sms
         return max(1, round(self.num_sms * 30 / 108))
 
+    @property
+    def silicon(self) -> str:
+        """The built-in card whose fit stands in where this one has none: ``like``, else the nearest by compute capability."""
+        if self.like:
+            return self.like
+        major, minor = self.compute_capability
+        return "h100" if major in (9, 10, 11) else "a100-80gb" if (major, minor) == (8, 0) or major < 8 else "rtx4090"
 
-GPUS: Mapping[str, GpuSpec] = types.MappingProxyType({g.name: g for g in (
-    # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM): 312 TFLOPS bf16, 2039 GB/s, NVLink 600 GB/s both ways;
-    # 108 SMs and 40 MB L2: A100 architecture whitepaper. N_d = 30: the paper's Fig. 8.
-    GpuSpec("a100-80gb", 108, 312 * TERA, 2039 * GIGA, 80 * GIB, 40 * MIB, (8, 0), 300 * GIGA, 30,
-            "NVIDIA A100 80GB SXM data sheet; GA100 whitepaper; N_d from the paper, Fig. 8"),
-    # NVIDIA H100 Tensor Core GPU data sheet (SXM): 1,979 TFLOPS bf16 with sparsity = 989.4 dense, 3.35 TB/s,
-    # NVLink 900 GB/s both ways; 132 SMs and 50 MB L2: Hopper architecture whitepaper.
-    GpuSpec("h100", 132, 989.4 * TERA, 3350 * GIGA, 80 * GIB, 50 * MIB, (9, 0), 450 * GIGA, None,
-            "NVIDIA H100 SXM data sheet; GH100 whitepaper"),
-    # NVIDIA H200 data sheet (SXM): same GH100 compute, 141 GB, 4.8 TB/s.
-    GpuSpec("h200", 132, 989.4 * TERA, 4800 * GIGA, 141 * GIB, 50 * MIB, (9, 0), 450 * GIGA, None,
-            "NVIDIA H200 SXM data sheet; GH100 whitepaper"),
-    # H20: 148 TFLOPS bf16 dense, 4.0 TB/s, 96 GB, 78 SMs (the paper's Table 3; public H20 specification sheets).
-    GpuSpec("h20", 78, 148 * TERA, 4000 * GIGA, 96 * GIB, 60 * MIB, (9, 0), 450 * GIGA, None,
-            "public H20 specification sheets; SM count as in the paper, Table 3"),
-    # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090: 128 SMs, 165.2 TFLOPS bf16 with fp32 accumulate,
-    # 1008 GB/s, 24 GB, 72 MB L2; no NVLink: PCIe 4.0 x16, 32 GB/s each way.
-    GpuSpec("rtx4090", 128, 165.2 * TERA, 1008 * GIGA, 24 * GIB, 72 * MIB, (8, 9), 32 * GIGA, None,
-            "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090"),
-)})
+    @classmethod
+    def from_toml(cls, path: str | Path) -> GpuSpec:
+        """A card from a file such as those of :data:`CARDS`; :class:`ConfigError` names the key and what is allowed."""
+        path = Path(path)
+        try:
+            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as exc:
+            raise ConfigError(f"{path}: cannot be read as a TOML card ({exc})") from None
+        return _card(path, raw)
+
+
+_KEYS: Mapping[str, tuple[str, float | None]] = {
+    # key of the file: field, factor (None: taken as it stands)
+    "name": ("name", None), "source": ("source", None), "link": ("link", None), "like": ("like", None), "num_sms": ("num_sms", 1),
+    "peak_bf16_tflops": ("peak_flops", TERA), "peak_fp8_tflops": ("peak_fp8_flops", TERA), "peak_int8_tops": ("peak_int8_flops",
+                                                                                                              TERA),
+    "mem_gb_per_s": ("mem_bytes_per_s", GIGA), "mem_gib": ("mem_bytes", GIB), "l2_mib": ("l2_bytes", MIB),
+    "link_gb_per_s": ("link_bytes_per_s", GIGA), "host_link_gb_per_s": ("host_link_bytes_per_s", GIGA),
+    "gpus_per_node": ("gpus_per_node", 1), "bandwidth_knee_sms": ("bandwidth_knee_sms", 1), "aliases": ("aliases", None),
+    "compute_capability": ("compute_capability", None)}
+_WHOLE = {"num_sms", "gpus_per_node", "bandwidth_knee_sms"}
+_NEEDED = ("name", "num_sms", "peak_bf16_tflops", "mem_gb_per_s", "mem_gib", "compute_capability", "source")
+
+
+def _card(path: Path, raw: Mapping[str, Any]) -> GpuSpec:
+    values: dict[str, Any] = {"l2_bytes": 0, "bandwidth_knee_sms": None, "link_bytes_per_s": raw.get("host_link_gb_per_s",
+                                                                                                     32) * GIGA
+                              if isinstance(raw.get("host_link_gb_per_s", 32), int | float) else 0}
+    for key, value in raw.items():
+        if key not in _KEYS:
+            raise ConfigError(f"{path}: unknown key {key!r}: allowed are {', '.join(_KEYS)}")
+        name, factor = _KEYS[key]
+        if factor is not None:
+            kind, allowed = (int, "a whole number") if key in _WHOLE else (int | float, "a number")
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < 1e9:
+                raise ConfigError(f"{path}: {key} = {value!r}: must be {allowed}, 0 or more")
+            values[name] = value if key in _WHOLE else round(value * factor) if name.endswith("_bytes") else value * factor
+        elif key == "compute_capability":
+            if not (isinstance(value, list) and len(value) == 2 and all(type(v) is int and 0 <= v < 100 for v in value)):
+                raise ConfigError(f"{path}: compute_capability = {value!r}: must be two whole numbers, as [9, 0]")
+            values[name] = tuple(value)
+        elif key == "aliases":
+            if not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+                raise ConfigError(f"{path}: aliases = {value!r}: must be a list of names")
+            values[name] = tuple(value)
+        elif not isinstance(value, str) or not value.isprintable() or len(value) > 1000:
+            raise ConfigError(f"{path}: {key} = {value!r}: must be one line of text")
+        else:
+            values[name] = value
+    missing = [key for key in _NEEDED if key not in raw]
+    if missing:
+        raise ConfigError(f"{path}: {missing[0]!r} is missing: a card needs {', '.join(_NEEDED)}")
+    if values.get("like") and values["like"] not in FITTED:
+        raise ConfigError(f"{path}: like = {values['like']!r}: must be one of {', '.join(FITTED)}, the cards that were measured")
+    values.setdefault("link_bytes_per_s", values.get("host_link_bytes_per_s", 32 * GIGA))  # no link of its own: PCIe
+    try:
+        return GpuSpec(**values)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from None
+
+
+FITTED = ("a100-80gb", "h100", "rtx4090")
+"""Cards with a measured profile of their own among the shipped ones."""
+
+
+class _Catalog(Mapping[str, GpuSpec]):
+    """The built-in cards by name, each read when it is asked for."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, GpuSpec] = {}
+        self._names = tuple(sorted(path.stem for path in CARDS.glob("*.toml")))
+
+    def __getitem__(self, name: str) -> GpuSpec:
+        if name not in self._read:
+            if name not in self._names:
+                raise KeyError(name)
+            self._read[name] = GpuSpec.from_toml(CARDS / f"{name}.toml")
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+GPUS: Mapping[str, GpuSpec] = _Catalog()
+
+
+def plain(name: str) -> str:
+    """A name without what people write differently: case, makers, spaces and dashes."""
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"\b(nvidia|tesla|geforce|gpu)\b", "", name.lower().replace("-", " ").replace("_",
+                                                                                                                         " ")))
 
 
 def get_gpu(name: str) -> GpuSpec:
-    """A built-in GPU by name."""
-    if name not in GPUS:
-        raise ConfigError(f"unknown gpu {name!r}: choose one of {', '.join(GPUS)}")
-    return GPUS[name]
+    """A built-in GPU by name (``H100``, ``h100-sxm`` and ``NVIDIA H100 80GB HBM3`` are one), or the path of a card's TOML."""
+    if name in GPUS:
+        return GPUS[name]
+    if name.endswith(".toml"):
+        return GpuSpec.from_toml(name)
+    wanted = plain(name)
+    for gpu in GPUS.values():
+        if wanted and wanted in {plain(gpu.name), *map(plain, gpu.aliases)}:
+            return gpu
+    raise ConfigError(f"unknown gpu {name!r}: choose one of {', '.join(GPUS)}, or give a card's data sheet as a .toml file")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bullet.catalog.models import ModelSpec, get_model
+from bullet.catalog.models import ModelSpec
+from bullet.catalog.reader import read_config
 from bullet.errors import ConfigError
 
 Raw = dict[str, Any]
@@ -105,7 +106,7 @@ PUBLISHED: dict[str, tuple[Raw, float, float]] = {
 def read(folder: Path, raw: object, name: str = "config.json") -> ModelSpec:
     path = folder / name
     path.write_text(json.dumps(raw), encoding="utf-8")
-    return get_model(str(path))
+    return read_config(path)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

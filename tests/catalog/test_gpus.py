@@ -1,0 +1,96 @@
+"""Cards: the built-in files, names as people and drivers write them, and a card of one's own."""
+
+from pathlib import Path
+
+import pytest
+
+from bullet.catalog.gpus import FITTED, GPUS, GpuSpec, get_gpu
+from bullet.errors import ConfigError
+
+CARD = '''name = "mine"
+num_sms = 100
+peak_bf16_tflops = 200
+mem_gb_per_s = 1000
+mem_gib = 48
+compute_capability = [9, 0]
+source = "made up"
+'''
+
+
+def test_the_cards_that_people_have_are_built_in() -> None:
+    assert set(GPUS) == {"a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie", "h100", "h100-pcie", "h100-nvl", "h200",
+                         "h20",
+                         "b200", "l4", "l40s", "a10g", "rtx3090", "rtx4090", "rtx5090", "rtxpro6000"}
+    for name, gpu in GPUS.items():
+        assert gpu.name == name
+        assert gpu.source
+        assert gpu.silicon in FITTED
+
+
+@pytest.mark.parametrize(("name", "sms", "tflops", "gb_per_s", "gib"), [
+    # data sheets: dense bf16
+    ("a100-80gb", 108, 312, 2039, 80), ("h100", 132, 989.4, 3350, 80), ("h200", 132, 989.4, 4800, 141), ("h20", 78, 148, 4000,
+                                                                                                         96),
+    ("rtx4090", 128, 165.2, 1008, 24), ("h100-pcie", 114, 756.5, 2000, 80), ("l40s", 142, 362, 864, 48)])
+def test_data_sheets(name: str, sms: int, tflops: float, gb_per_s: float, gib: int) -> None:
+    gpu = GPUS[name]
+    assert (gpu.num_sms, gpu.peak_flops / 1e12, gpu.mem_bytes_per_s / 1e9, gpu.mem_bytes / 2**30) == pytest.approx(
+        (sms, tflops, gb_per_s, gib))
+
+
+@pytest.mark.parametrize(("written", "name"), [
+    ("H100", "h100"), ("h100-sxm", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("A100", "a100-80gb"), ("a100_80gb_pcie",
+                                                                                                       "a100-80gb-pcie"),
+    ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"), ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ("RTX 4090", "rtx4090"), ("rtx-pro-6000", "rtxpro6000"), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+    ("NVIDIA H200", "h200"), ("NVIDIA A10G", "a10g"), ("Tesla L4", "l4")])
+def test_names_are_forgiving(written: str, name: str) -> None:
+    assert get_gpu(written).name == name
+
+
+@pytest.mark.parametrize("written", ["", "h", "100", "v100", "h1000"])
+def test_but_not_guessed(written: str) -> None:
+    with pytest.raises(ConfigError, match="unknown gpu"):
+        get_gpu(written)
+
+
+@pytest.mark.parametrize(("name", "silicon"), [
+    ("h200", "h100"), ("h20", "h100"), ("b200", "h100"), ("a100-40gb-pcie", "a100-80gb"), ("rtx5090", "rtx4090"), ("l4",
+                                                                                                                   "rtx4090"),
+    ("a10g", "rtx4090")])
+def test_a_card_without_a_fit_takes_the_nearest_silicons(name: str, silicon: str) -> None:
+    assert GPUS[name].silicon == silicon
+
+
+def card(folder: Path, text: str) -> GpuSpec:
+    path = folder / "card.toml"
+    path.write_text(text, encoding="utf-8")
+    return get_gpu(str(path))
+
+
+def test_a_card_of_ones_own(tmp_path: Path) -> None:
+    gpu = card(tmp_path, CARD)
+    assert (gpu.name, gpu.num_sms, gpu.peak_flops, gpu.mem_bytes_per_s, gpu.mem_bytes) == ("mine", 100, 200e12, 1e12, 48 * 2**30)
+    assert (gpu.silicon, gpu.peak_fp8_flops, gpu.link_bytes_per_s) == ("h100", 0, 32e9)
+    assert card(tmp_path, CARD + 'like = "a100-80gb"\nhost_link_gb_per_s = 64\n').silicon == "a100-80gb"
+    assert card(tmp_path, CARD + "host_link_gb_per_s = 64\n").link_bytes_per_s == 64e9
+    assert card(tmp_path, CARD.replace("[9, 0]", "[7, 5]")).silicon == "a100-80gb"
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("num_sms = 100\n", "", "'num_sms' is missing"), ("num_sms = 100", "num_sms = 0", "num_sms = 0: must be positive"),
+    ("num_sms = 100", "num_sms = 1.5", "num_sms = 1.5: must be a whole number"), ("num_sms = 100", "num_sms = true",
+                                                                                  "num_sms = True"),
+    ("mem_gib = 48", "mem_gib = nan", "mem_gib = nan: must be a number"), ("mem_gib = 48", 'mem_gib = "48"', "mem_gib = '48'"),
+    ("mem_gib = 48", "mem_gb = 48", "unknown key 'mem_gb'"), ("[9, 0]", "9", "two whole numbers"), ("[9, 0]", "[9]", "two whole"),
+    ('"made up"', '"a\\u001b[2J"', "one line of text"), ("num_sms = 100", "num_sms = ", "cannot be read as a TOML card"),
+    ('name = "mine"', 'name = "mine"\nlike = "v100"', "like = 'v100': must be one of a100-80gb")])
+def test_a_card_that_cannot_be_is_told_why(old: str, new: str, words: str, tmp_path: Path) -> None:
+    assert old in CARD
+    with pytest.raises(ConfigError, match=words):
+        card(tmp_path, CARD.replace(old, new))
+
+
+def test_a_card_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as a TOML card"):
+        get_gpu(str(tmp_path / "none.toml"))
