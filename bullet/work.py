@@ -136,6 +136,11 @@ def head_kernels(model: ModelSpec, logits_seqs: int, tensor_parallel: int = 1) -
                        model.dtype_bytes)]
 
 
+def gemm_shapes(model: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Columns and inner size of each of the model's GEMMs on one GPU, the LM head's last."""
+    return {k.name: (k.columns, k.k) for k in (*dense_kernels(model, 1), *head_kernels(model, 1)) if k.k}
+
+
 def embedding_bytes(model: ModelSpec, tokens: int) -> float:
     """Rows of the embedding table read and written once."""
     return 2.0 * model.dtype_bytes * tokens * model.hidden_size

@@ -19,11 +19,18 @@ from bullet.devices.load import load_device
 from bullet.devices.lookup import lookup
 from bullet.errors import ProfileError
 from bullet.profiles import forms as fit
-from bullet.profiles import importers
 from bullet.profiles import kernels as fit_profile
 from bullet.profiles import sm_axis as fit_sms
+from bullet.profiles.check import A100, RTX4090
 from bullet.profiles.fit import fit_samples, waves_by_evidence
-from bullet.profiles.importers import A100, RTX4090, attention_columns, gemm_columns, make_row, rowwise_columns
+from bullet.profiles.importers.reading import (
+    Origin,
+    all_reduce_columns,
+    attention_columns,
+    gemm_columns,
+    make_row,
+    rowwise_columns,
+)
 from bullet.profiles.rows import Row, finalise, read_parquet, write_parquet
 from bullet.profiles.source_page import MARK, source_page, write_page
 from experiments import gemm_shapes
@@ -40,7 +47,7 @@ TRUTH = dataclasses.replace(
     rowwise_bandwidth={"norm": 0.6, "rope": 0.5, "act": 0.7, "embedding": 0.4, "qk_norm": 0.6}, rowwise_overhead_s=2e-6,
     rate_slope=0.4, rate_cap=1.25, bandwidth_knee=0.4, bandwidth_sharpness=3.0)
 HEADS = (32, 8, 128)
-ORIGIN = importers.Origin("made/up", "0", "made up 1.0", "MIT")
+ORIGIN = Origin("made/up", "0", "made up 1.0", "MIT")
 
 
 def made(columns: dict[str, Any], seconds: float, index: int) -> Row:
@@ -481,7 +488,7 @@ def test_lookup_never_averages_over_what_a_query_leaves_open() -> None:
     assert lookup(layers, "decode_layer", {"batch": 4, "context_tokens": 200}) == pytest.approx(200e-6)
     with pytest.raises(ProfileError, match="decode_layer: tokens plays no part: its rows run over batch, context_tokens"):
         lookup(layers, "decode_layer", {"batch": 4, "context_tokens": 200, "tokens": 4})
-    reduced = [row(i, size * t * 1e-9, importers.all_reduce_columns(t, size)) for i, (t, size) in enumerate(
+    reduced = [row(i, size * t * 1e-9, all_reduce_columns(t, size)) for i, (t, size) in enumerate(
         (t, s) for t in (2, 4) for s in (1000, 3000))]
     with pytest.raises(ProfileError, match="differ in num_gpus: 2, 4: choose one"):
         lookup(reduced, "all_reduce", {"message_bytes": 2000})

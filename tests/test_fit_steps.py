@@ -12,7 +12,7 @@ from bullet.cli.sim import main as sim
 from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ProfileError
 from bullet.profiles import step_times as fit_steps
-from bullet.profiles.rows import Journal, read_journal
+from bullet.profiles.journal import Journal, read_journal
 from bullet.results.folder import load_run
 
 TINY = get_model("tiny")  # 4 layers

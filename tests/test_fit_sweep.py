@@ -19,7 +19,8 @@ from bullet.profiler.check import unchecked
 from bullet.profiler.plan import CORE_DECODE_SHARES, ENGINE_LAYERS, Point, Rates, Shape, choose_splits, gpu_axes, make_plan
 from bullet.profiler.sweep import run_sweep
 from bullet.profiler.timing import Stats
-from bullet.profiles.rows import ENGINE_OPS, Journal, write_parquet
+from bullet.profiles.journal import Journal
+from bullet.profiles.rows import ENGINE_OPS, write_parquet
 from bullet.profiles.sweeps import model_of, of_implementation, read_rows
 from tests.known_device import KnownRates, made_up
 

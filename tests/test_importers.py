@@ -3,14 +3,15 @@
 import csv
 import gzip
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from bullet.catalog.models import get_model
 from bullet.errors import ProfileError
-from bullet.profiles import importers
-from bullet.profiles.importers import RTX4090, check_samples
+from bullet.profiles.check import A100, A800, RTX4090, check_samples
+from bullet.profiles.importers import aiconfigurator, frontier, import_public, llmservingsim, vidur
 from bullet.profiles.rows import Row, read_parquet
 
 LLAMA = get_model("llama-3.1-8b")
@@ -36,7 +37,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def dense(tmp_path: Path, rows: list[tuple[Any, Any, Any]]) -> list[Row]:
     """LLMServingSim's dense table of (layer, tokens, microseconds)."""
     path = write(tmp_path / "RTX4090__Llama-3.1-8B__dense.csv.gz", [{"layer": a, "tokens": b, "time_us": c} for a, b, c in rows])
-    return importers.read_llmservingsim_dense(path, RTX4090, LLAMA)
+    return llmservingsim.read_dense(path, RTX4090, LLAMA)
 
 
 def qkv(*microseconds: float) -> list[tuple[str, int, float]]:
@@ -65,7 +66,7 @@ def test_mixed_attention_splits_into_what_it_holds(tmp_path: Path) -> None:
     path = write(tmp_path / "attention.csv.gz", [
         {"prefill_chunk": c, "kv_prefill": p, "n_decode": n, "kv_decode": k, "time_us": 100.0}
         for c, p, n, k in ((0, 0, 4, 100), (16, 32, 0, 0), (16, 32, 4, 100))])
-    decode, prefill, mixed = importers.read_llmservingsim_attention(path, RTX4090, LLAMA)
+    decode, prefill, mixed = llmservingsim.read_attention(path, RTX4090, LLAMA)
     assert [r["op"] for r in (decode, prefill, mixed)] == ["decode_attention", "prefill_attention", "mixed_attention"]
     # 4 sequences attend 100 tokens each: 4 x 32 heads x 128 a pair; 16 new tokens see 32 past and on average 8.5 of their own.
     assert decode["flops"] == 4 * 32 * 128 * 400
@@ -85,7 +86,7 @@ def aic(**changes: Any) -> dict[str, Any]:
 def test_aiconfigurator_is_in_milliseconds_and_other_heads_and_types_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a100_sxm__vllm_0.14.0__context_attention_perf.parquet", [
         aic(), aic(num_heads=64), aic(kv_cache_dtype="fp8"), aic(op_name="generation_attention", isl=1, step=99, batch_size=3)])
-    prefill, decode = importers.read_aiconfigurator_attention(path, LLAMA)
+    prefill, decode = aiconfigurator.read_attention(path, LLAMA)
     assert prefill["median_s"] == pytest.approx(0.5e-3)
     assert (prefill["tokens"], prefill["batch"], prefill["order"]) == (200, 2, 0)
     assert (decode["context_tokens"], decode["batch"], decode["order"]) == (100, 3, 3)  # 99 past and the new one
@@ -98,7 +99,7 @@ def test_aiconfigurator_all_reduce_sizes_are_elements_of_two_bytes(tmp_path: Pat
     path = write(tmp_path / "t.parquet", [
         {"framework": "vLLM", "version": "1", "device": "NVIDIA A100-SXM4-80GB", "num_gpus": 4, "message_size": 1000,
          "latency": 0.01, "backend": backend} for backend in ("vllm_graph", "vllm_eager")])
-    (row,) = importers.read_aiconfigurator_all_reduce(path)
+    (row,) = aiconfigurator.read_all_reduce(path)
     assert (row["message_bytes"], row["bytes"]) == (2000.0, 3000.0)  # ring: 2 (t - 1) / t = 1.5
 
 
@@ -106,21 +107,22 @@ def test_grid_gemms_keep_their_shape(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", [
         {"framework": "SGLang", "version": "0.5.10", "device": "NVIDIA H100 80GB HBM3", "gemm_dtype": kind, "m": 8, "n": n,
          "k": 4096, "latency": 0.05} for kind, n in (("bfloat16", 6144), ("bfloat16", 16384), ("fp8", 6144))])
-    rows = importers.read_aiconfigurator_gemm(path, LLAMA, lambda m, n, k: True)
+    rows = aiconfigurator.read_gemm(path, LLAMA, lambda m, n, k: True)
     assert [(r["op"], r["columns"]) for r in rows] == [("gemm_qkv", 6144), ("gemm", 16384)]
 
 
-def vidur(tokens: int, milliseconds: float, **changes: Any) -> dict[str, Any]:
+def vidur_row(tokens: int, milliseconds: float, **changes: Any) -> dict[str, Any]:
     return {"num_tokens": tokens, "num_tensor_parallel_workers": 1, "n_embd": 4096,
-            **{f"time_stats.{name}.median": milliseconds for name in importers.VIDUR_OPS}, **changes}
+            **{f"time_stats.{name}.median": milliseconds for name in vidur.OPS}, **changes}
 
 
 def test_vidur_rows_of_tp_1_and_repeats_are_told_apart(tmp_path: Path) -> None:
-    path = write(tmp_path / "mlp.parquet", [vidur(64, 1.0), vidur(64, 1.1), vidur(64, 9.0, num_tensor_parallel_workers=2)])
-    rows = importers.read_vidur_mlp(path, importers.A100, LLAMA)
-    assert len(rows) == 2 * len(importers.VIDUR_OPS)
+    path = write(tmp_path / "mlp.parquet", [vidur_row(64, 1.0), vidur_row(64, 1.1),
+                                            vidur_row(64, 9.0, num_tensor_parallel_workers=2)])
+    rows = vidur.read_mlp(path, A100, LLAMA)
+    assert len(rows) == 2 * len(vidur.OPS)
     assert len({r["id"] for r in rows}) == len(rows)
-    assert sum(r["id"].endswith("|repeat 2") for r in rows) == len(importers.VIDUR_OPS)
+    assert sum(r["id"].endswith("|repeat 2") for r in rows) == len(vidur.OPS)
     assert sorted({r["median_s"] for r in rows}) == pytest.approx([1.0e-3, 1.1e-3])
 
 
@@ -129,7 +131,7 @@ def test_frontier_rows_keep_their_own_heads(tmp_path: Path) -> None:
         {"n_embd": 4096, "n_q_head": 32, "n_kv_head": 32, "batch_size": 2, "prefill_chunk_size": chunk, "kv_cache_size": 96,
          "is_prefill": chunk > 0, "time_stats.attn_prefill.median": 0.05, "time_stats.attn_decode.median": 0.02}
         for chunk in (64, 0)])
-    prefill, decode = importers.read_frontier_attention(path, importers.A800)
+    prefill, decode = frontier.read_attention(path, A800)
     assert (prefill["median_s"], decode["median_s"]) == (pytest.approx(5e-5), pytest.approx(2e-5))
     assert (prefill["tokens"], prefill["context_tokens"], decode["context_tokens"]) == (128, 96, 97)
     assert decode["kv_heads"] == 32
@@ -153,12 +155,12 @@ def test_a_cell_that_is_no_measurement_is_refused_with_its_row(tmp_path: Path, r
 
 def test_a_missing_file_or_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"none.parquet: cannot be read"):
-        importers.read_vidur_mlp(tmp_path / "none.parquet", importers.A100, LLAMA)
+        vidur.read_mlp(tmp_path / "none.parquet", A100, LLAMA)
     path = write(tmp_path / "t.parquet", [{"a": 1}])
     with pytest.raises(ProfileError, match="no column 'num_tokens': it has a"):
-        importers.read_vidur_mlp(path, importers.A100, LLAMA)
+        vidur.read_mlp(path, A100, LLAMA)
     with pytest.raises(ProfileError, match=r"n_embd = 5120, llama-3.1-8b has 4096"):
-        importers.read_vidur_mlp(write(tmp_path / "m.parquet", [vidur(1, 0.1, n_embd=5120)]), importers.A100, LLAMA)
+        vidur.read_mlp(write(tmp_path / "m.parquet", [vidur_row(1, 0.1, n_embd=5120)]), A100, LLAMA)
 
 
 def test_good_rows_pass_and_say_their_gpu(tmp_path: Path) -> None:
@@ -258,9 +260,9 @@ def test_tables_of_two_gpus_or_two_kinds_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_repeats_far_apart_are_no_repeats(tmp_path: Path) -> None:
-    path = write(tmp_path / "mlp.parquet", [vidur(64, 1.0), vidur(64, 2.0)])
+    path = write(tmp_path / "mlp.parquet", [vidur_row(64, 1.0), vidur_row(64, 2.0)])
     with pytest.raises(ProfileError, match="repeat one measurement but are 2 times apart"):
-        importers.read_vidur_mlp(path, importers.A100, LLAMA)
+        vidur.read_mlp(path, A100, LLAMA)
 
 
 # ---------------------------------------------------------------------------------------- what is shipped
@@ -284,24 +286,24 @@ def test_shipped_samples_are_licensed_checked_and_small(gpu: str) -> None:
 @pytest.mark.skipif(not (DATA / "kernels").is_dir(), reason="the measured tables are not here")
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h100", "rtx4090"])
 def test_shipped_samples_are_those_of_the_public_tables(gpu: str) -> None:
-    assert importers.import_public(gpu, DATA) == read_parquet(ROOT / f"profiles/{gpu}/llama-3.1-8b/samples.parquet")[0]
+    assert import_public(gpu, DATA) == read_parquet(ROOT / f"profiles/{gpu}/llama-3.1-8b/samples.parquet")[0]
 
 
-@pytest.mark.parametrize(("name", "path"), [
-    ("a100_sxm__vllm_0.14.0__gemm_perf.parquet",
+@pytest.mark.parametrize(("publisher", "name", "path"), [
+    (aiconfigurator, "a100_sxm__vllm_0.14.0__gemm_perf.parquet",
      "aic-core/src/aiconfigurator_core/systems/data/a100_sxm/gemm/vllm/0.14.0/gemm_perf.parquet"),
-    ("a100__Meta-Llama-3-8B__mlp.parquet", "data/profiling/compute/a100/meta-llama/Meta-Llama-3-8B/mlp.csv"),
-    ("a800__Llama-2-7b__attention.parquet", "data/profiling/compute/a800/meta-llama/Llama-2-7b-hf/attention.csv"),
-    ("h100_dgx__all_reduce.parquet", "data/profiling/network/h100_dgx/all_reduce.csv"),
-    ("RTX4090__Llama-3.1-8B__dense.csv.gz", "profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1/dense.csv"),
+    (vidur, "a100__Meta-Llama-3-8B__mlp.parquet", "data/profiling/compute/a100/meta-llama/Meta-Llama-3-8B/mlp.csv"),
+    (frontier, "a800__Llama-2-7b__attention.parquet", "data/profiling/compute/a800/meta-llama/Llama-2-7b-hf/attention.csv"),
+    (vidur, "h100_dgx__all_reduce.parquet", "data/profiling/network/h100_dgx/all_reduce.csv"),
+    (llmservingsim, "RTX4090__Llama-3.1-8B__dense.csv.gz", "profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1/dense.csv"),
 ])
-def test_a_row_names_the_file_where_it_was_published(name: str, path: str) -> None:
-    assert importers.upstream(Path(name)) == path
+def test_a_row_names_the_file_where_it_was_published(publisher: ModuleType, name: str, path: str) -> None:
+    assert publisher.ORIGIN.upstream(Path(name)) == path
 
 
 def test_a_gpu_without_public_tables_and_a_folder_without_them(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="no folder kernels/"):
-        importers.import_public("h100", tmp_path)
+        import_public("h100", tmp_path)
     (tmp_path / "kernels").mkdir()
     with pytest.raises(ProfileError, match="h200: no public tables are known for it"):
-        importers.import_public("h200", tmp_path)
+        import_public("h200", tmp_path)

@@ -7,17 +7,8 @@ import json
 import pytest
 
 from bullet.errors import ProfileError, ResultsError
-from bullet.profiles.rows import (
-    COLUMNS,
-    SCHEMA_VERSION,
-    Journal,
-    agreement,
-    check_row,
-    finalise,
-    read_journal,
-    read_parquet,
-    write_parquet,
-)
+from bullet.profiles.journal import Journal, read_journal
+from bullet.profiles.rows import COLUMNS, SCHEMA_VERSION, agreement, check_row, finalise, read_parquet, write_parquet
 
 IDENTITY = {"gpu": "stub", "source": "measured"}
 

@@ -12,7 +12,7 @@ from bullet.catalog.gpus import GPUS
 from bullet.errors import ConfigError
 from bullet.files import make_folder
 from bullet.profiles.fit import fit_table
-from bullet.profiles.importers import PUBLIC, import_samples
+from bullet.profiles.importers import PUBLISHERS, import_samples
 from bullet.profiles.show import listing, shipped_lines, table_lines
 from bullet.profiles.sweeps import DEFAULT_GPU, DEFAULT_MODEL, model_of, named_table
 
@@ -42,7 +42,7 @@ examples:
 def add_commands(commands: Any) -> None:
     """The three commands of this module, each with its handler."""
     get = commands.add_parser("import", help="public kernel tables to one table of samples, checked")
-    get.add_argument("--gpu", choices=PUBLIC, default=DEFAULT_GPU)
+    get.add_argument("--gpu", choices=PUBLISHERS, default=DEFAULT_GPU)
     get.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
     get.add_argument("--out", type=Path, help="file to write (default profiles/<gpu>/llama-3.1-8b/samples.parquet)")
     get.add_argument("--replace", action="store_true", help="write over a file that is there")

@@ -38,6 +38,7 @@ from bullet.devices.coefficients import PROFILES, DeviceCoefficients, analytic_c
 from bullet.devices.fitted import DeviceModel, StepWork
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
+from bullet.work import gemm_shapes
 
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Counts, ascending, and the seconds measured at each."""
@@ -328,11 +329,8 @@ def _require_steady(seconds: NDArray[np.float64], axes: Sequence[NDArray[np.floa
 
 def check_tables(tables: KernelTables, model: ModelSpec, gpu: GpuSpec, where: str) -> None:
     """Refuse GEMMs that beat the data sheet or take a hundred times what it allows: other units, or another GPU."""
-    from bullet.work import dense_kernels
-
-    shapes = {f"{k.name}_proj": (k.columns, k.k) for k in dense_kernels(model, 1) if k.k}
-    shapes["lm_head"] = (model.vocab_size, model.hidden_size)
-    for name, (columns, inner) in shapes.items():
+    for gemm, (columns, inner) in gemm_shapes(model).items():
+        name = gemm if gemm in HEAD_KERNELS else f"{gemm}_proj"
         counts, seconds = (tables.head if name in HEAD_KERNELS else tables.dense)[name]
         compute_s = 2.0 * counts * columns * inner / gpu.peak_flops
         moved = model.dtype_bytes * (counts * (columns + inner) + columns * inner)

@@ -26,7 +26,8 @@ from bullet.profiler import check as checking
 from bullet.profiler import plan as planning
 from bullet.profiler.bench import Bench, CpuBench, SimulatedBench
 from bullet.profiler.sweep import SweepResult, closing_seconds, run_prefix, run_sweep
-from bullet.profiles.rows import ENGINE_PHASES, Journal, finalise, read_journal
+from bullet.profiles.journal import Journal, read_journal
+from bullet.profiles.rows import ENGINE_PHASES, finalise
 
 Say = Callable[[str], None]
 CPU_BUDGET_S = 45.0

@@ -9,7 +9,8 @@ from typing import Any
 
 from bullet.errors import ProfileError, ResultsError
 from bullet.profiler.sweep import SweepResult
-from bullet.profiles.rows import ENGINE_OPS, agreement, finalise, read_journal, write_parquet
+from bullet.profiles.journal import read_journal
+from bullet.profiles.rows import ENGINE_OPS, agreement, finalise, write_parquet
 
 Row = Mapping[str, Any]
 MAX_CHARS = 11_500

@@ -19,7 +19,7 @@ from bullet.gpu.partition import Split
 from bullet.profiler.bench import Bench, BusyError, DeviceLostError, Measurement, TimeUpError
 from bullet.profiler.check import CheckReport
 from bullet.profiler.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
-from bullet.profiles.rows import Journal
+from bullet.profiles.journal import Journal
 from bullet.version import VERSION
 
 PROGRESS_S = 5.0

@@ -20,9 +20,10 @@ from bullet.catalog.models import ModelSpec, model_label
 from bullet.devices.coefficients import ROWWISE, DeviceCoefficients
 from bullet.errors import ProfileError
 from bullet.profiles import forms as fit
+from bullet.profiles.check import check_samples
 from bullet.profiles.forms import Array, FitError
-from bullet.profiles.importers import check_samples
 from bullet.profiles.rows import Row
+from bullet.work import gemm_shapes
 
 GEMM_OPS = ("gemm_qkv", "gemm_o", "gemm_gate_up", "gemm_down", "gemm_lm_head", "gemm")
 FAMILIES: Mapping[str, tuple[str, ...]] = {
@@ -119,10 +120,7 @@ def _gemms(rows: Sequence[Row]) -> list[fit.Gemm]:
 
 def with_shapes(rows: Sequence[Row], model: ModelSpec) -> list[Row]:
     """GEMM rows of a sweep name the model's kernel: their columns and inner size follow."""
-    from bullet.work import dense_kernels
-
-    shapes = {f"gemm_{k.name}": (k.columns, k.k) for k in dense_kernels(model, 1) if k.k}
-    shapes["gemm_lm_head"] = (model.vocab_size, model.hidden_size)
+    shapes = {f"gemm_{name}": shape for name, shape in gemm_shapes(model).items()}
     return [row if row["columns"] is not None or row["op"] not in shapes
             else {**row, "columns": shapes[row["op"]][0], "inner": shapes[row["op"]][1]} for row in rows]
 

@@ -15,7 +15,7 @@ from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import load_device
 from bullet.devices.lookup import lookup
 from bullet.errors import ProfileError
-from bullet.profiles.importers import DEVICES, check_samples
+from bullet.profiles.check import DEVICES, check_samples
 from bullet.profiles.rows import Row
 from bullet.profiles.source_page import TITLES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.files import write_text
-from bullet.profiles.importers import check_samples
+from bullet.profiles.check import check_samples
 from bullet.profiles.kernels import FAMILIES, version_of
 from bullet.profiles.rows import ENGINE_OPS, Row
 
@@ -57,7 +57,7 @@ MARK = "<!-- From here on written by bullet-profile fit. -->"
 CHANGED = """\
 ## What was changed
 Published values are kept; milliseconds and microseconds became seconds, columns were renamed, rows of other shapes, types and
-degrees of parallelism left out, operations and least bytes of each row computed (bullet/profiles/importers.py).
+degrees of parallelism left out, operations and least bytes of each row computed (bullet/profiles/importers/).
 """
 LICENCES = """\
 ## Licences

@@ -18,9 +18,10 @@ from bullet.devices.coefficients import PROFILES
 from bullet.devices.fitted import DeviceModel
 from bullet.errors import ProfileError
 from bullet.profiles import kernels
+from bullet.profiles.check import gpu_of
 from bullet.profiles.forms import FitError
-from bullet.profiles.importers import gpu_of
-from bullet.profiles.rows import ENGINE_OPS, Row, finalise, read_journal, read_parquet
+from bullet.profiles.journal import read_journal
+from bullet.profiles.rows import ENGINE_OPS, Row, finalise, read_parquet
 from bullet.profiles.sm_axis import layer_work, on_unknown_sms, sweeps_of
 
 DEFAULT_GPU, DEFAULT_MODEL = "a100-80gb", "llama-3.1-8b"

@@ -28,7 +28,8 @@ from bullet.profiler import bench_cuda, card, lane_graphs, session  # noqa: E402
 from bullet.profiler.bench import DeviceLostError, PointError  # noqa: E402
 from bullet.profiler.check import run_check  # noqa: E402
 from bullet.profiler.plan import Point, Rates, Shape, choose_splits, decode, flops_and_bytes, prefill  # noqa: E402
-from bullet.profiles.rows import ENGINE_OPS, read_journal, read_parquet  # noqa: E402
+from bullet.profiles.journal import read_journal  # noqa: E402
+from bullet.profiles.rows import ENGINE_OPS, read_parquet  # noqa: E402
 
 LLAMA = get_model("llama-3.1-8b")
 SPLIT = Split(112, 20)
@@ -432,7 +433,7 @@ def test_a_gpu_that_hangs_ends_the_process_and_rows_are_kept(tmp_path, limits, l
         import sys, threading
         from pathlib import Path
         from bullet.profiler import lane_graphs
-        from bullet.profiles.rows import Journal
+        from bullet.profiles.journal import Journal
 
         lane_graphs.LIMITS
         row = dict(id="a", kind="solo", op="copy", backend="none", partition="none", lane="full", sms=1, device_sms=1,

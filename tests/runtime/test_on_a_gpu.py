@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 from bullet.cli import measure as profile_cli  # noqa: E402
 from bullet.kernels import probe  # noqa: E402
-from bullet.profiles.rows import read_journal  # noqa: E402
+from bullet.profiles.journal import read_journal  # noqa: E402
 
 
 def test_every_pair_is_proven(tmp_path):

@@ -25,7 +25,7 @@ from bullet.gpu.partition import Driver  # noqa: E402
 from bullet.profiler import bench_cuda, card  # noqa: E402
 from bullet.profiler import bench_engine as engine_bench  # noqa: E402
 from bullet.profiler.plan import Rates, decode, prefill  # noqa: E402
-from bullet.profiles.rows import read_journal  # noqa: E402
+from bullet.profiles.journal import read_journal  # noqa: E402
 from tests.known_device import KnownRates, made_up  # noqa: E402
 
 RATES = Rates(132, 6e14, 3e12)

@@ -36,7 +36,8 @@ from bullet.profiler.plan import (
 from bullet.profiler.summary import MAX_CHARS, corun_lines, fit, operation_lines, own_kernel_lines
 from bullet.profiler.sweep import Terminated, run_prefix, run_sweep
 from bullet.profiler.timing import Stats
-from bullet.profiles.rows import Journal, finalise, read_journal
+from bullet.profiles.journal import Journal, read_journal
+from bullet.profiles.rows import finalise
 
 LLAMA = get_model("llama-3.1-8b")
 SPLITS = choose_splits(132, granularity((9, 0)), CORE_DECODE_SHARES)

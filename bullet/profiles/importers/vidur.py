@@ -1,0 +1,69 @@
+"""microsoft/vidur: GEMMs and elementwise kernels of Llama-3-8B, and all-reduces. Milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bullet.catalog.models import ModelSpec
+from bullet.errors import ProfileError
+from bullet.profiles.check import A100, H100
+from bullet.profiles.importers.reading import (
+    Origin,
+    all_reduce_columns,
+    gemm_columns,
+    make_row,
+    number,
+    number_repeats,
+    read_columns,
+    rowwise_columns,
+    whole,
+)
+from bullet.profiles.rows import Row
+from bullet.units import MILLI
+from bullet.work import gemm_shapes
+
+ORIGIN = Origin("microsoft/vidur", "7d47513363ec447a741ac5e47241580b47724fbf", "vidur 2024 (fp16)", "MIT", {
+    "mlp.parquet": "data/profiling/compute/{hardware}/meta-llama/{source}/mlp.csv",
+    "all_reduce.parquet": "data/profiling/network/{hardware}/all_reduce.csv"})
+OPS = {"attn_pre_proj": "qkv", "attn_post_proj": "o", "mlp_up_proj": "gate_up", "mlp_down_proj": "down", "emb": "embedding",
+             "input_layernorm": "norm", "post_attention_layernorm": "norm", "attn_rope": "rope", "mlp_act": "act"}
+"""Vidur's names for ours. Its norms and ``add`` are separate kernels; engines fuse them today and no row measures the fused one,
+so the norm stands for it (bytes of the fused one) and ``add`` is left out."""
+
+
+def tables(gpu: str, kernels: Path, model: ModelSpec) -> list[Row]:
+    """What there is of a GPU; ``kernels``: the folder of all publishers."""
+    folder, hardware, name = kernels / "vidur", *{"a100-80gb": ("a100", A100), "h100": ("h100", H100)}[gpu]
+    rows = read_mlp(folder / "a100__Meta-Llama-3-8B__mlp.parquet", name, model) if name == A100 else []
+    return rows + read_all_reduce(folder / f"{hardware}_dgx__all_reduce.parquet", name)
+
+
+def read_mlp(path: Path, gpu: str, model: ModelSpec) -> list[Row]:
+    """``mlp.csv``: one row a token count; TP 1."""
+    rows = []
+    shapes = gemm_shapes(model)
+    needed = ["num_tokens", "num_tensor_parallel_workers", "n_embd", *(f"time_stats.{name}.median" for name in OPS)]
+    for i, raw in enumerate(read_columns(path, needed)):
+        if whole(raw, "num_tensor_parallel_workers", path, i) != 1:
+            continue
+        if (found := whole(raw, "n_embd", path, i)) != model.hidden_size:
+            raise ProfileError(f"{path}: row {i}: n_embd = {found}, {model.name} has {model.hidden_size}: another model's table")
+        tokens = whole(raw, "num_tokens", path, i)
+        for name, ours in OPS.items():
+            columns = (gemm_columns(tokens, *shapes[ours], model) if ours in shapes else rowwise_columns(ours, tokens, model))
+            row = make_row(ORIGIN, path, i, gpu, number(raw, f"time_stats.{name}.median", path, i) * MILLI,
+                           {**columns, "dtype": "float16"})
+            rows.append({**row, "id": f"{row['id']}|{name}"})  # a layer's two norms are two measurements
+    return number_repeats(rows)
+
+
+def read_all_reduce(path: Path, gpu: str) -> list[Row]:
+    """``all_reduce.csv``: bytes; all GPUs of one node."""
+    rows = []
+    needed = ("time_stats.all_reduce.median", "num_workers", "size", "devices_per_node")
+    for i, raw in enumerate(read_columns(path, needed)):
+        gpus = whole(raw, "num_workers", path, i)
+        if gpus == whole(raw, "devices_per_node", path, i):
+            rows.append(make_row(ORIGIN, path, i, gpu, number(raw, needed[0], path, i) * MILLI,
+                                 all_reduce_columns(gpus, whole(raw, "size", path, i))))
+    return number_repeats(rows, spread=3.0)  # eager launches of some 40 us, in whole microseconds
