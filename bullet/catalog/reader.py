@@ -24,8 +24,8 @@ from bullet.catalog.architectures import (
     Entry,
     Raw,
 )
-from bullet.catalog.models import ModelSpec
 from bullet.catalog.quantization import Widths, read_widths
+from bullet.catalog.spec import ModelSpec
 from bullet.errors import ConfigError
 
 

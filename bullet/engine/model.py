@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bullet.catalog.models import ModelSpec
+from bullet.catalog.models import ModelSpec, read_config
 from bullet.errors import ConfigError
 
 Tensor = torch.Tensor
@@ -67,7 +67,7 @@ class Architecture:
         """Read a ``config.json``, or the folder that holds one; refuses by name what the engine does not compute."""
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
-        spec = ModelSpec.from_hf(path)
+        spec = read_config(path)
         raw = json.loads(path.read_text(encoding="utf-8"))
         model_type = raw.get("model_type")
         if model_type not in MODEL_TYPES:
