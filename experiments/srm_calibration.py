@@ -53,8 +53,8 @@ def errors(model: Srm, device: DeviceModel, splits: SplitTable,
 
 def print_alpha(model: Srm, splits: SplitTable, samples: list[Sample]) -> None:
     """alpha is what SRM predicts over eq. 1 with D_p: so it holds contention where there is a co-runner."""
-    every = [s.seconds / (model._theory_prefill((s.tokens,), s.sms) if s.kind == PREFILL
-                          else model._theory_decode(s.tokens, s.context_tokens, s.sms, 1.0)) for s in samples]
+    every = [s.seconds / (model.roofline.prefill_seconds((s.tokens,), s.sms) if s.kind == PREFILL
+                          else model.roofline.decode_seconds(s.tokens, s.context_tokens, s.sms)) for s in samples]
     print(f"mean alpha over all samples {np.mean(every):.2f} (the paper's, on its A100: 1.61)\n")
     n = splits.num_sms
     picks = [i for i, d in enumerate(splits.decode_sms) if int(d) in (12, 30, 54, 96)] + [splits.full]
@@ -62,17 +62,17 @@ def print_alpha(model: Srm, splits: SplitTable, samples: list[Sample]) -> None:
     head = "".join(f"{own[i]:>8}" for i in picks)
     print(f"alpha of prefill, by prompt tokens and decode's SMs{'':<8}{head}")
     for tokens in LENGTHS:
-        values = [model.prefill_at((tokens,), None, i) / model._theory_prefill((tokens,), n - own[i] if i < splits.full else n)
-                  for i in picks]
+        beside = {i: n - own[i] if i < splits.full else n for i in picks}
+        values = [model.prefill_at((tokens,), None, i) / model.roofline.prefill_seconds((tokens,), beside[i]) for i in picks]
         print(f"  {tokens:<57}" + "".join(f"{v:8.2f}" for v in values))
     print(f"alpha of decode at mean context 1000, alone, by sequences{'':<2}{head}")
     for batch in BATCHES:
-        values = [model.decode_at(batch, batch * 1000, 0, i) / model._theory_decode(batch, batch * 1000, own[i], 1.0)
+        values = [model.decode_at(batch, batch * 1000, 0, i) / model.roofline.decode_seconds(batch, batch * 1000, own[i])
                   for i in picks]
         print(f"  {batch:<57}" + "".join(f"{v:8.2f}" for v in values))
     print(f"D_p,sl / D_p, by prefill tokens beside{'':<21}{head}")
     for tokens in LENGTHS:
-        print(f"  {tokens:<57}" + "".join(f"{v:8.2f}" for v in model._attainable_share(tokens)[picks]))
+        print(f"  {tokens:<57}" + "".join(f"{v:8.2f}" for v in model.attainable_share(tokens)[picks]))
 
 
 def main() -> int:

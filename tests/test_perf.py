@@ -16,8 +16,10 @@ from bullet.errors import ConfigError, ProfileError
 from bullet.estimators.base import Sample
 from bullet.estimators.make import make_estimator
 from bullet.estimators.recalibration import Recalibration
+from bullet.estimators.roofline import srm_seconds
 from bullet.estimators.sampling import SampledState, calibration_states, sample_device
-from bullet.estimators.srm import Srm, _srm_seconds, along_sms, interpolate
+from bullet.estimators.srm import Srm, along_sms
+from bullet.piecewise import linear
 from bullet.state import DECODE, PREFILL, SplitTable
 from tests.worlds import A100
 
@@ -33,14 +35,14 @@ def test_equation_1_by_hand() -> None:
     D = 10: max(12, 6). A memory-bound kernel (6 flops, 60 bytes) on 2: 3 s; on 4, past N_d: 2 s."""
     compute, bandwidth = np.array([10.0, 20.0, 40.0]), np.array([10.0, 20.0, 30.0])
     kernel = work.KernelWork("k", 120, 60, 1)
-    assert _srm_seconds([kernel], compute, bandwidth).tolist() == [12.0, 6.0, 3.0]
-    assert _srm_seconds([work.KernelWork("m", 6, 60, 1)], compute, bandwidth).tolist() == [6.0, 3.0, 2.0]
-    assert _srm_seconds([kernel, kernel], compute, bandwidth)[1] == 12.0
+    assert srm_seconds([kernel], compute, bandwidth).tolist() == [12.0, 6.0, 3.0]
+    assert srm_seconds([work.KernelWork("m", 6, 60, 1)], compute, bandwidth).tolist() == [6.0, 3.0, 2.0]
+    assert srm_seconds([kernel, kernel], compute, bandwidth)[1] == 12.0
 
 
 def test_interpolation_and_linear_extrapolation() -> None:
     values = [np.array([1.0]), np.array([3.0]), np.array([4.0])]
-    assert [float(interpolate(x, [0.0, 2.0, 4.0], values)[0]) for x in (-1.0, 0.0, 1.0, 3.0, 6.0)] == [0.0, 1.0, 2.0, 3.5, 5.0]
+    assert [float(linear(x, [0.0, 2.0, 4.0], values)[0]) for x in (-1.0, 0.0, 1.0, 3.0, 6.0)] == [0.0, 1.0, 2.0, 3.5, 5.0]
     # Two samples along the SM axis (Fig. 9): 1.5 at 54, 1.2 at 108.
     assert along_sms(np.array([27, 54, 81, 108]), {54: 1.5, 108: 1.2}).tolist() == pytest.approx([1.65, 1.5, 1.35, 1.2])
 
@@ -70,10 +72,10 @@ def test_one_alpha_and_one_share_are_recovered_everywhere() -> None:
     model, gpu, reference = A100.model, A100.gpu, make()
 
     def prefill_s(tokens: tuple[int, ...], sms: int) -> float:
-        return 1.5 * reference._theory_prefill(tokens, sms)
+        return 1.5 * reference.roofline.prefill_seconds(tokens, sms)
 
     def decode_s(seqs: int, mean: int, sms: int, share: float) -> float:
-        return 1.5 * reference._theory_decode(seqs, seqs * mean, sms, share)
+        return 1.5 * reference.roofline.decode_seconds(seqs, seqs * mean, sms, share)
 
     samples = [Sample(PREFILL, sms, t, 0, prefill_s((t,), sms)) for t in (256, 4096) for sms in (54, 108)]
     for seqs in (8, 64):

@@ -10,7 +10,8 @@ import numpy as np
 from bullet.catalog.gpus import GpuSpec
 from bullet.devices.fitted import DeviceModel, StepWork
 from bullet.estimators.base import Array, Sample
-from bullet.estimators.srm import CACHE_ENTRIES, Srm
+from bullet.estimators.roofline import Cache
+from bullet.estimators.srm import Srm
 from bullet.state import DECODE, PREFILL, SplitTable
 
 
@@ -23,17 +24,15 @@ class Oracle(Srm):
                          recalibrate=recalibrate, error=error)
         self.name = "oracle"
         self.device = device
-        self._works: dict[tuple[int, ...], StepWork] = {}
+        self._works: Cache[tuple[int, ...], StepWork] = Cache()
         self._last_prefill: tuple[object, Array] = (None, np.empty(0))
         self._last_decode: tuple[object, Array] = (None, np.empty(0))
 
     def _prefill_work(self, prompt_tokens: tuple[int, ...]) -> StepWork:
         found = self._works.get(prompt_tokens)
         if found is None:
-            if len(self._works) >= CACHE_ENTRIES:
-                self._works.clear()
-            found = self._works[prompt_tokens] = self.device.prefill_work(
-                [(t, 0) for t in prompt_tokens], self.model.num_layers, logits_seqs=len(prompt_tokens))
+            found = self._works.keep(prompt_tokens, self.device.prefill_work(
+                [(t, 0) for t in prompt_tokens], self.model.num_layers, logits_seqs=len(prompt_tokens)))
         return found
 
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], decode: tuple[int, int] | None) -> Array:

@@ -9,8 +9,6 @@ import numpy as np
 from bullet.estimators.base import Array
 from bullet.state import DECODE, PREFILL, SplitTable
 
-# --------------------------------------------------------------------------------------- online learning
-
 
 class Recalibration:
     """Log corrections per phase and SM bucket, each an exponentially weighted mean of log(measured / uncorrected).

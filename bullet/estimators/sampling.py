@@ -13,8 +13,6 @@ from bullet.errors import ProfileError
 from bullet.estimators.base import Sample
 from bullet.state import DECODE, PREFILL, SplitTable
 
-# --------------------------------------------------------------------------------------------- sampling
-
 
 class SampledState(NamedTuple):
     """What :func:`sample_device` is to sample: a prefill, a decode, or both at once, each on its SMs.
