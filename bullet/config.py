@@ -1,9 +1,7 @@
-"""Frozen, validated configuration: models, GPUs, objectives and one run.
+"""Frozen, validated configuration of one run: requests, objectives, device, policy.
 
 Defaults are written once, here. Everything is immutable after construction; a partial TOML file or ``--set``
 yields a new object through :func:`load_run_config`, which refuses unknown keys.
-
-Sources of the built-in specifications stand beside the numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +25,6 @@ _T = typing.TypeVar("_T")
 
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV block: vLLM's default block size."""
-
-
-# ----------------------------------------------------------------------------------------- run config
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +196,11 @@ NONE = "none"
 """Stands for ``None`` in TOML, which has no null, where a number is expected."""
 
 
-def from_mapping(cls: type[_T], raw: Mapping[str, Any], where: str) -> _T:
+def from_mapping(cls: type[_T], raw: Mapping[str, Any], where: str, prefix: str = "") -> _T:
     """Build a frozen config dataclass from nested plain data; unknown keys and wrong types are refused.
 
-    ``where`` names the file or flag in the message.
+    The message names the file or flag ``where``, and the key after ``prefix``.
     """
-    return _build(cls, raw, where, "")
-
-
-def _build(cls: type[_T], raw: Mapping[str, Any], where: str, prefix: str) -> _T:
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     kwargs: dict[str, Any] = {}
@@ -228,7 +219,7 @@ def _coerce(hint: Any, value: Any, where: str, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: {path} = {value!r}: must be a table")
-        return _build(typing.cast("type[Any]", hint), value, where, f"{path}.")
+        return from_mapping(typing.cast("type[Any]", hint), value, where, f"{path}.")
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value == NONE and type(None) in options and str not in options:
         return None

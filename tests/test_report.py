@@ -15,7 +15,8 @@ import pytest
 from bullet.config import RunConfig
 from bullet.errors import ResultsError
 from bullet.results import metrics, page, plots, tables, timeline
-from bullet.results.columns import RequestTable, RunOutcome, StepTable
+from bullet.results.columns import REQUEST_COLUMNS, RequestTable, RunOutcome, StepTable
+from bullet.results.folder import RunWriter, load_run
 
 PNG = b"\x89PNG"
 
@@ -132,6 +133,25 @@ def test_plots_of_equal_runs_are_equal(tmp_path: Path) -> None:
         one = outcome("toy", TWO_LANES)
         plots.save(plots.plot_sm_share(one.steps, summaries(one)[0]), tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_stored_run_gives_the_figures_of_the_run(tmp_path: Path) -> None:
+    """Columns and summary are all that a plot takes, and both are in the folder."""
+    one = outcome("toy", TWO_LANES)
+    (summary,) = summaries(one)
+    with RunWriter(tmp_path / "run") as writer:
+        writer.resolved(one.config)
+        for row in TWO_LANES:
+            writer.step(row)
+        for i in range(len(one.requests)):
+            writer.request(tuple(one.requests[name][i] for name in REQUEST_COLUMNS))
+        writer.close(one, summary, {})
+    page.write_run_report(tmp_path / "run", one, summary, "")
+    run = load_run(tmp_path / "run")
+    for name, figure in (("latency_cdf", plots.plot_cdfs([run.requests], [run.summary])),
+                         ("sm_share", plots.plot_sm_share(run.steps, run.summary))):
+        plots.save(figure, tmp_path / "again.png")
+        assert (tmp_path / "again.png").read_bytes() == (tmp_path / "run" / "plots" / f"{name}.png").read_bytes(), name
 
 
 def test_the_page_is_one_file_with_everything(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No circle, no import against the list of docs/interfaces.md, no wing that loads what it should not, no file too long unsaid."""
+"""No circle, no import against the list of docs/interfaces.md, nothing dear or private where it does not belong."""
 
 from __future__ import annotations
 
@@ -86,6 +86,15 @@ def strangers(package: Path) -> Iterator[str]:
                     yield f"{path.relative_to(package)} imports {name}"
 
 
+def borrowed(package: Path) -> Iterator[str]:
+    """Names with an underscore that another file's are."""
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package.name:
+                yield from (f"{path.relative_to(package)} imports {alias.name} of {node.module}" for alias in node.names
+                            if alias.name.startswith("_"))
+
+
 def too_long(package: Path) -> list[str]:
     """Files over the limit whose docstring does not say why."""
     found = []
@@ -125,6 +134,10 @@ def test_simulator_and_real_engine_do_not_load_each_other(imports: Imports) -> N
 
 def test_what_is_dear_to_load_stays_in_its_wings() -> None:
     assert list(strangers(ROOT / PACKAGE)) == []
+
+
+def test_private_names_stay_in_their_files() -> None:
+    assert list(borrowed(ROOT / PACKAGE)) == []
 
 
 def test_long_files_say_why() -> None:
@@ -205,6 +218,11 @@ def test_what_is_dear_is_named_where_it_does_not_belong(tmp_path: Path) -> None:
     root = package(tmp_path, sim="import simpy\ndef f():\n    import torch.nn as nn", state="import numpy, pandas",
                    results__plots="from matplotlib.figure import Figure")
     assert sorted(strangers(root)) == ["sim.py imports torch", "state.py imports pandas"]
+
+
+def test_a_borrowed_private_name_is_named(tmp_path: Path) -> None:
+    root = package(tmp_path, sim="from bullet.state import A, _b\nfrom os import _exit", state="A = _b = 1")
+    assert list(borrowed(root)) == ["sim.py imports _b of bullet.state"]
 
 
 @pytest.mark.parametrize(("docstring", "lines", "told"), [

@@ -4,6 +4,7 @@ A policy reads :class:`SystemState` and returns a step or :class:`Wait`; a drive
 lengths are not here: drivers keep them.
 """
 
+from bullet.state.batches import DecodeBatch, PrefillBatch
 from bullet.state.decisions import (
     Chunk,
     Decision,
@@ -18,7 +19,7 @@ from bullet.state.decisions import (
 )
 from bullet.state.kv import KvCache
 from bullet.state.requests import DECODE, HYBRID, PREFILL, Phase, Request, WaitingQueue
-from bullet.state.system import DecodeBatch, InFlight, PrefillBatch, SystemState
+from bullet.state.system import InFlight, SystemState
 
 __all__ = ["DECODE", "HYBRID", "PREFILL", "Chunk", "Decision", "DecodeBatch", "DecodeStep", "HybridStep", "InFlight", "KvCache",
            "Partition", "Phase", "PrefillBatch", "PrefillStep", "Published", "Request", "SplitTable", "Step", "SystemState",

@@ -1,11 +1,9 @@
-"""The paged KV cache: free, referenced and cached blocks add up to all of them (I4)."""
+"""The paged KV cache: free and referenced blocks add up to all of them (I4)."""
 
 from __future__ import annotations
 
 from bullet.config import KV_BLOCK_TOKENS
 from bullet.errors import ConfigError
-
-# -------------------------------------------------------------------------------------------- KV cache
 
 
 class KvCache:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from enum import IntEnum
-
-import numpy as np
-from numpy.typing import NDArray
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -60,28 +56,6 @@ class Request:
     def __repr__(self) -> str:
         return (f"Request({self.id}, {self.phase.name}, prompt={self.prompt_tokens}, generated={self.generated}, "
                 f"computed={self.computed_tokens})")
-
-
-# ------------------------------------------------------------------------------------- queue and batches
-
-
-class _Column:
-    """A growing column of floats: elements are written one by one, cheaply, and read as one numpy array."""
-
-    __slots__ = ("items", "view")
-
-    def __init__(self) -> None:
-        self._hold(array("d", bytes(8 * 64)))
-
-    def _hold(self, items: array[float]) -> None:
-        self.items = items
-        self.view: NDArray[np.float64] = np.frombuffer(items)
-
-    def set(self, index: int, value: float) -> None:
-        """Write one element; room is made for it."""
-        if index >= len(self.items):
-            self._hold(self.items + array("d", bytes(8 * max(len(self.items), index + 1 - len(self.items)))))
-        self.items[index] = value
 
 
 class WaitingQueue:
