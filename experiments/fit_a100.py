@@ -16,10 +16,8 @@ from bullet.catalog.models import get_model
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.errors import BulletError
-from bullet.profiles.fit import fit_samples
+from bullet.profiles.fit import fit_table
 from bullet.profiles.importers import import_public
-from bullet.profiles.show import error_lines
-from bullet.profiles.source_page import source_page, write_page
 
 GPU, MODEL = get_gpu("a100-80gb"), get_model("llama-3.1-8b")
 
@@ -30,13 +28,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("profiles/a100-80gb/llama-3.1-8b"))
     args = parser.parse_args()
     rows = import_public(GPU.name, args.data)
-    coefficients = fit_samples(rows, MODEL, sm_data=args.data / "unlicensed")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "fit.json").write_text(coefficients.to_json(), encoding="utf-8")
-    write_page(args.out / "SOURCE.md", source_page(coefficients, rows, MODEL))
-    print("\n".join(error_lines(coefficients.notes["errors"])))
-    cross_checks(coefficients)
-    print(f"wrote {args.out / 'fit.json'}")
+    fitted = fit_table(rows, MODEL, sm_data=args.data / "unlicensed")
+    path = fitted.write(args.out, replace=True)
+    print("\n".join(fitted.lines()))
+    cross_checks(fitted.device)
+    print(f"wrote {path}")
     return 0
 
 

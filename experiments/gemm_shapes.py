@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bullet.catalog.gpus import GpuSpec, get_gpu
 from bullet.devices.coefficients import PROFILES
+from bullet.parquet import read_table
 from bullet.profiles import forms as fit
 from bullet.work import GEMM_TILE, wave_quantization
 
@@ -30,11 +31,9 @@ Array = NDArray[np.float64]
 
 def read(gpu: str, source: str) -> list[fit.Gemm]:
     """GEMMs of a source, repeats as their median; the LM head aside."""
-    import pyarrow.parquet as pq
-
     columns = ["op", "tokens", "columns", "inner", "median_s", "origin_version"]
     found: dict[tuple[int, int, int], list[float]] = {}
-    for r in pq.read_table(PROFILES / gpu / "llama-3.1-8b" / "samples.parquet", columns=columns).to_pylist():
+    for r in read_table(PROFILES / gpu / "llama-3.1-8b" / "samples.parquet", columns=columns)[0].to_pylist():
         if r["op"].startswith("gemm") and r["op"] != "gemm_lm_head" and r["origin_version"] == source:
             found.setdefault((r["columns"], r["inner"], r["tokens"]), []).append(r["median_s"])
     return [fit.Gemm(m, n, k, statistics.median(times)) for (n, k, m), times in sorted(found.items())]

@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from bullet.devices.table import ATTENTION_AXES, FILE, HEAD_KERNELS
 from bullet.devices.table_skew import COLUMNS
 from bullet.devices.table_skew import FILE as SKEW_FILE
+from bullet.parquet import write_table
 from bullet.units import MICRO
 
 SOURCE = {"source": "LLMServingSim's profile of vLLM 0.19.0 on an RTX 4090", "gpu": "NVIDIA GeForce RTX 4090",
@@ -117,10 +117,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     data = parser.parse_args().data
     OUT.mkdir(parents=True, exist_ok=True)
-    pq.write_table(kernel_tables(data / "kernels" / "llmservingsim"), OUT / FILE, compression="zstd")
-    pq.write_table(skew_rows(SKEW), OUT / SKEW_FILE, compression="zstd")
+    write_table(OUT / FILE, kernel_tables(data / "kernels" / "llmservingsim"))
+    write_table(OUT / SKEW_FILE, skew_rows(SKEW))
     requests, run = recorded_run(data / "serving", data / "traces")
-    pq.write_table(requests, OUT / "recorded_requests.parquet", compression="zstd")
+    write_table(OUT / "recorded_requests.parquet", requests)
     (OUT / "recorded_run.json").write_text(json.dumps(run, sort_keys=True) + "\n", encoding="utf-8")
     for path in sorted(OUT.iterdir()):
         print(f"{path.name}: {path.stat().st_size:,} bytes")

@@ -14,7 +14,6 @@ from bullet.catalog.gpus import get_gpu
 from bullet.config import DeviceConfig
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import load_device
-from bullet.errors import ProfileError
 from bullet.profiles import forms as fit
 
 pytest.importorskip("scipy")
@@ -30,17 +29,6 @@ def test_errors_are_relative_and_absolute_in_sign() -> None:
     error = fit.FitError.of(np.array([1.1, 0.8, 1.0]), np.ones(3))
     assert (error.rows, error.median, error.worst) == (3, pytest.approx(0.1), pytest.approx(0.2))
     assert error.as_dict() == {"rows": 3, "median": 0.1, "p90": 0.18, "worst": 0.2}
-
-
-def test_a_table_above_the_peaks_is_refused_with_its_row() -> None:
-    one = np.ones(2)
-    with pytest.raises(ProfileError, match=r"toy table: row 1: .* above a100-80gb's peaks"):
-        fit.check_peaks("toy table", np.array([1e12, 1e15]), 0 * one, one, A100)  # 1 PFLOP/s
-    with pytest.raises(ProfileError, match="row 0"):
-        fit.check_peaks("toy table", 0 * one, np.array([4e12, 0.0]), one, A100)  # 4 TB/s
-    with pytest.raises(ProfileError, match="row 0"):
-        fit.check_peaks("toy table", one, one, 0 * one, A100)  # no time at all
-    fit.check_peaks("toy table", np.array([300e12, 0.0]), np.array([0.0, 2e12]), one, A100)
 
 
 def test_the_gemm_fit_finds_its_own_model() -> None:

@@ -173,6 +173,7 @@ def test_good_rows_pass_and_say_their_gpu(tmp_path: Path) -> None:
     (qkv(70e3, 80e3, 110e3, 140e3, 170e3), r"what rtx4090's data sheet allows: another unit"),
     ([("layernorm", 64, us) for us in (3.0,)] + [("layernorm", 64 + i, 3.0) for i in (1, 2, 3)]
      + [("layernorm", 99, 0.003)], r"row 4 \(norm\): 3e-09 s is 1/\d+ of its neighbours'"),
+    ([("layernorm", 8192, 100)], r"row 0 \(norm\): 2684 GB/s is above rtx4090's peak of 1008"),  # 4 x 2 bytes x 4096 x 8192
     ([*qkv(70, 80), ("qkv_proj", 100, 71)], r"row 2 \(gemm_qkv\) repeats row 0"),
     (qkv(0, 80), r"row 0 \(gemm_qkv\): 0.0 s: must be positive"),
 ])

@@ -50,16 +50,6 @@ class Gemm:
     seconds: float
 
 
-def check_peaks(what: str, flops: Array, bytes_: Array, seconds: Array, gpu: GpuSpec) -> None:
-    """Refuse rows above the device's peak: a table in other units, or of another device. Cards may boost 2 % above it."""
-    bad = np.flatnonzero((seconds <= 0) | ~np.isfinite(seconds) | (flops > 1.02 * gpu.peak_flops * seconds)
-                         | (bytes_ > 1.05 * gpu.mem_bytes_per_s * np.maximum(seconds, 1e-300) + gpu.l2_bytes))
-    if len(bad):
-        i = int(bad[0])
-        raise ProfileError(f"{what}: row {i}: {seconds[i]:.3g} s for {flops[i]:.3g} flops and {bytes_[i]:.3g} bytes is "
-                           f"above {gpu.name}'s peaks ({gpu.peak_flops:.3g} flops/s, {gpu.mem_bytes_per_s:.3g} bytes/s)")
-
-
 def _solve(residual: Callable[[Array], Array], start: Sequence[float], low: Sequence[float],
            high: Sequence[float]) -> Array:
     try:
@@ -135,8 +125,6 @@ def gemm_seconds(rows: Sequence[Gemm], parameters: Array, gpu: GpuSpec, waves: b
 def fit_gemm(rows: Sequence[Gemm], gpu: GpuSpec, waves: bool = True, *, searched: bool = False) -> Array:
     """Seven parameters over all shapes and token counts; see :func:`gemm_seconds`. ``searched``: by :func:`search`."""
     seconds = np.array([r.seconds for r in rows])
-    m, n, k = (np.array([getattr(r, name) for r in rows], dtype=float) for name in ("m", "n", "k"))
-    check_peaks("GEMM table", 2 * m * n * k, 2 * k * n, seconds, gpu)
     # The choice of tile makes the loss piecewise: several fixed starts, the best kept.
     starts = [(0.75, 0.7, 0.6, 0.45, 0.8, 4e-6, 2e-6), (0.8, 0.75, 0.5, 0.35, 0.75, 6e-6, 5e-6),
               (0.7, 0.65, 0.55, 0.5, 0.85, 3e-6, 1e-6)]
@@ -191,10 +179,7 @@ def prefill_attention_seconds(batch: Array, tokens: Array, heads: int | Array, h
 def fit_prefill_attention(batch: Array, tokens: Array, seconds: Array, heads: int | Array, head_dim: int | Array,
                           gpu: GpuSpec, past: Array | float = 0.0, moved_s: Array | float = 0.0) -> Array:
     """Three parameters."""
-    pairs = 4.0 * heads * head_dim * batch * tokens * (past + (tokens + 1) / 2)
-    check_peaks("context attention table", pairs, np.zeros_like(pairs), seconds, gpu)
-    return _solve(
-        lambda p: np.log(prefill_attention_seconds(batch, tokens, heads, head_dim, p, gpu, past, moved_s) / seconds),
+    return _solve(lambda p: np.log(prefill_attention_seconds(batch, tokens, heads, head_dim, p, gpu, past, moved_s) / seconds),
                   (0.55, 100.0, 1e-5), (0.1, 0.0, 0.0), (1.0, 1000.0, 1e-4))
 
 
@@ -207,7 +192,6 @@ def decode_attention_seconds(batch: Array, bytes_: Array, parameters: Array, gpu
 
 def fit_decode_attention(batch: Array, bytes_: Array, seconds: Array, gpu: GpuSpec) -> Array:
     """Three parameters."""
-    check_peaks("generation attention table", np.zeros_like(bytes_), bytes_, seconds, gpu)
     return _solve(lambda p: np.log(decode_attention_seconds(batch, bytes_, p, gpu) / seconds),
                   (0.7, 1.2e-5, 3e-7), (0.2, 0.0, 0.0), (1.0, 1e-4, 5e-6))
 

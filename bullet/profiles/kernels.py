@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec, model_label
 from bullet.devices.coefficients import ROWWISE, DeviceCoefficients
 from bullet.errors import ProfileError
-from bullet.profiles import forms as fit
+from bullet.profiles import forms
 from bullet.profiles.check import check_samples
 from bullet.profiles.forms import Array, FitError
 from bullet.profiles.rows import Row
@@ -53,10 +54,27 @@ class Fit:
     values: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
 
-    def error(self, name: str, predicted: Array, measured: Array) -> None:
-        """Keep an error, if there is a row to make one of."""
-        if len(measured):
-            self.errors[name] = FitError.of(predicted, measured).as_dict()
+    def error(self, name: str, rows: Sequence[Row], predict: Callable[..., Array], *parameters: Any) -> None:
+        """Keep the error of ``predict(rows, *parameters)``, if there is a row to make one of."""
+        if rows:
+            self.errors[name] = FitError.of(predict(rows, *parameters), column(rows, "median_s")).as_dict()
+
+    def family(self, name: str, found: Mapping[str, list[Row]], rows: Sequence[Row], use: np.ndarray,
+               solve: Callable[[Sequence[Row]], Array], predict: Callable[[Sequence[Row], Array], Array],
+               parts: Mapping[str, Callable[[Row], bool]] = MappingProxyType({"": lambda row: True})) -> Array:
+        """Parameters of all ``rows``. Errors: of a fit where ``use`` is true on the rest, by ``parts`` (a label's ending -> which
+        rows), and of the whole fit on the other sources found."""
+        trial, unseen = solve(take(rows, use)), take(rows, ~use)
+        for label, wanted in parts.items():
+            self.error(f"{name}_left_out{label}", [r for r in unseen if wanted(r)], predict, trial)
+        parameters = solve(rows)
+        self.against(name, found, predict, parameters)
+        return parameters
+
+    def against(self, name: str, found: Mapping[str, list[Row]], predict: Callable[..., Array], *parameters: Any) -> None:
+        """Errors on the sources that the family was not fitted on."""
+        for other in sorted(set(found) - {self.sources.get(name)}):
+            self.error(f"{name}_against_{other}", found[other], predict, *parameters)
 
 
 def version_of(row: Mapping[str, Any]) -> str:
@@ -114,8 +132,8 @@ def take(rows: Sequence[Row], use: np.ndarray) -> list[Row]:
 # -------------------------------------------------------------------------------------------- the families
 
 
-def _gemms(rows: Sequence[Row]) -> list[fit.Gemm]:
-    return [fit.Gemm(row["tokens"], row["columns"], row["inner"], row["median_s"]) for row in rows]
+def _gemms(rows: Sequence[Row]) -> list[forms.Gemm]:
+    return [forms.Gemm(row["tokens"], row["columns"], row["inner"], row["median_s"]) for row in rows]
 
 
 def with_shapes(rows: Sequence[Row], model: ModelSpec) -> list[Row]:
@@ -130,7 +148,7 @@ def _require_both_sides(rows: Sequence[Row], source: str, gpu: GpuSpec) -> None:
     excess = np.array([2.0 * r.m * r.n * r.k / gpu.peak_flops
                        - 2.0 * (r.m * r.k + r.k * r.n + r.m * r.n) / gpu.mem_bytes_per_s for r in _gemms(rows)])
     tokens = column(rows, "tokens")
-    for what, count, least, fewer in (("operations", (excess > 0).sum(), len(fit.TILES), "more"),
+    for what, count, least, fewer in (("operations", (excess > 0).sum(), len(forms.TILES), "more"),
                                       ("bytes", (excess < 0).sum(), 1, "fewer")):
         if count < least:
             raise ProfileError(f"gemm: {count} rows of {source} are bound by {what}, of {tokens.min():g} to {tokens.max():g} "
@@ -145,27 +163,27 @@ def fit_gemms(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
     _require_both_sides(rows, source, gpu)
     # Vidur's dense token counts fix every tile: gradients get there, and the figures in docs/ rest on what they found.
     searched = not source.startswith("vidur")
+
+    def predict(rows: Sequence[Row], parameters: Array, waves: bool = True) -> Array:
+        return forms.gemm_seconds(_gemms(rows), parameters, gpu, waves)
+
     use = every_other(column(rows, "tokens"))
     seen, unseen = take(rows, use), take(rows, ~use)
     for label, waves in (("gemm_left_out", True), ("gemm_left_out_without_waves", False)):
-        trial = fit.fit_gemm(_gemms(seen), gpu, waves, searched=searched)
+        trial = forms.fit_gemm(_gemms(seen), gpu, waves, searched=searched)
         for op in (*GEMM_OPS, "all"):
-            rest = [r for r in unseen if op in (r["op"], "all")]
-            out.error(f"{label}:{op.removeprefix('gemm_')}", fit.gemm_seconds(_gemms(rest), trial, gpu, waves) if rest else
-                      np.empty(0), column(rest, "median_s"))
+            out.error(f"{label}:{op.removeprefix('gemm_')}", [r for r in unseen if op in (r["op"], "all")], predict, trial, waves)
     shapes = sorted({(r["columns"], r["inner"]) for r in rows})
     for n, k in shapes if len(shapes) > 1 else ():
         rest = [r for r in rows if (r["columns"], r["inner"]) == (n, k)]
         others = [r for r in rows if (r["columns"], r["inner"]) != (n, k)]
         if len(others) >= 2 * PARAMETERS["gemm"]:
-            trial = fit.fit_gemm(_gemms(others), gpu, searched=True)
-            out.error(f"gemm_shape_left_out:{n}x{k}", fit.gemm_seconds(_gemms(rest), trial, gpu), column(rest, "median_s"))
-    found_ = fit.fit_gemm(_gemms(rows), gpu, searched=searched)
-    for other in sorted(set(found) - {source}):
-        out.error(f"gemm_against_{other}", fit.gemm_seconds(_gemms(found[other]), found_, gpu), column(found[other], "median_s"))
-    out.values |= {"gemm_tiles": tuple((r, c, round(float(found_[i]), 6)) for i, (r, c) in enumerate(fit.TILES)),
-                   "gemm_bandwidth": round(float(found_[4]), 6), "gemm_overhead_s": round(float(found_[5]), 10),
-                   "gemm_block_overhead_s": round(float(found_[6]), 10)}
+            out.error(f"gemm_shape_left_out:{n}x{k}", rest, predict, forms.fit_gemm(_gemms(others), gpu, searched=True))
+    whole = forms.fit_gemm(_gemms(rows), gpu, searched=searched)
+    out.against("gemm", found, predict, whole)
+    out.values |= {"gemm_tiles": tuple((r, c, round(float(whole[i]), 6)) for i, (r, c) in enumerate(forms.TILES)),
+                   "gemm_bandwidth": round(float(whole[4]), 6), "gemm_overhead_s": round(float(whole[5]), 10),
+                   "gemm_block_overhead_s": round(float(whole[6]), 10)}
 
 
 def fit_rows(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: DeviceCoefficients | None) -> None:
@@ -173,19 +191,24 @@ def fit_rows(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: De
     rows, gpu = found[source], out.gpu
     enough(rows, "rowwise", source)
     rows = sorted(rows, key=lambda r: (r["op"], _norm_order(r), r["order"] or 0))
-    tokens = column(rows, "tokens")
-    names, use = sorted({r["op"] for r in rows}), every_other(tokens)
+    use = every_other(column(rows, "tokens"))
 
-    def families(keep: np.ndarray) -> dict[str, tuple[Array, Array]]:
-        return {name: (column(own, "bytes"), column(own, "median_s"))
-                for name in names if (own := [r for r, k in zip(rows, keep, strict=True) if k and r["op"] == name])}
+    def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
+        return {name: [r for r in rows if r["op"] == name] for name in sorted({r["op"] for r in rows})}
 
-    shares, overhead_s = fit.fit_rowwise(families(use), gpu)
-    for name, (moved, seconds) in families(~use).items():
-        for label, rest in (("", seconds > 0), ("_from_20_us", seconds >= 20e-6)):
-            out.error(f"rowwise_left_out{label}:{name}",
-                      fit.rowwise_seconds(moved[rest], shares[name], overhead_s, gpu), seconds[rest])
-    shares, overhead_s = fit.fit_rowwise(families(use | True), gpu)
+    def solve(rows: Sequence[Row]) -> tuple[dict[str, float], float]:
+        return forms.fit_rowwise({name: (column(own, "bytes"), column(own, "median_s")) for name, own in families(rows).items()},
+                                 gpu)
+
+    def predict(rows: Sequence[Row], share: float, overhead_s: float) -> Array:
+        return forms.rowwise_seconds(column(rows, "bytes"), share, overhead_s, gpu)
+
+    shares, overhead_s = solve(take(rows, use))
+    for name, own in families(take(rows, ~use)).items():
+        for label, least_s in (("", 0.0), ("_from_20_us", 20e-6)):
+            out.error(f"rowwise_left_out{label}:{name}", [r for r in own if r["median_s"] >= least_s], predict, shares[name],
+                      overhead_s)
+    shares, overhead_s = solve(rows)
     for name in ROWWISE:
         if name not in shares:
             known = "norm" if name == "qk_norm" and "norm" in shares else None
@@ -202,92 +225,73 @@ def _norm_order(row: Row) -> int:
 
 def fit_prefill(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
     """Efficiency, extra keys, overhead. After the others: with a past its bytes move at the device's bandwidth."""
-    gpu = out.gpu
+    gpu, model = out.gpu, out.model
     share = max(out.values["gemm_bandwidth"], out.values["decode_attention_bandwidth"], *out.values["rowwise_bandwidth"].values())
 
     def arguments(rows: Sequence[Row]) -> dict[str, Any]:
-        past = column(rows, "context_tokens")
-        batch = column(rows, "batch")
+        past, batch = column(rows, "context_tokens"), column(rows, "batch")
         moved_s = np.where(past > 0, column(rows, "bytes") / (gpu.mem_bytes_per_s * share), 0.0)
-        return {"batch": batch, "tokens": column(rows, "tokens") / batch, "heads": column(rows, "heads"),
-                "head_dim": column(rows, "head_dim"), "gpu": gpu, "past": past, "moved_s": moved_s}
+        # A sweep's rows are the model's, and do not say its heads.
+        return {"batch": batch, "tokens": column(rows, "tokens") / batch, "gpu": gpu, "past": past, "moved_s": moved_s,
+                "heads": np.array([float(r["heads"] or model.num_heads) for r in rows]),
+                "head_dim": np.array([float(r["head_dim"] if r["heads"] else model.head_dim) for r in rows])}
 
     def solve(rows: Sequence[Row]) -> Array:
-        return fit.fit_prefill_attention(seconds=column(rows, "median_s"), **arguments(rows))
+        return forms.fit_prefill_attention(seconds=column(rows, "median_s"), **arguments(rows))
 
     def predict(rows: Sequence[Row], parameters: Array) -> Array:
-        return fit.prefill_attention_seconds(parameters=parameters, **arguments(rows))
+        return forms.prefill_attention_seconds(parameters=parameters, **arguments(rows))
 
-    rows = _ordered(found[source], out.model)
+    rows = _ordered(found[source])
     enough(rows, "prefill_attention", source)
-    past = column(rows, "context_tokens")
-    length = column(rows, "tokens") / column(rows, "batch")
+    past, length = column(rows, "context_tokens"), column(rows, "tokens") / column(rows, "batch")
     use = every_other(past) if len(set(past)) > len(set(length)) else every_other(length)
-    trial, unseen = solve(take(rows, use)), take(rows, ~use)
-    longer = [r for r in unseen if r["tokens"] / r["batch"] >= 128]
-    if longer:
-        out.error("prefill_attention_left_out_from_128_tokens", predict(longer, trial), column(longer, "median_s"))
-    out.error("prefill_attention_left_out", predict(unseen, trial), column(unseen, "median_s"))
-    found_ = solve(rows)
-    for other in sorted(set(found) - {source}):
-        there = _ordered(found[other], out.model)
-        out.error(f"prefill_attention_against_{other}", predict(there, found_), column(there, "median_s"))
-    out.values |= {"prefill_attention_efficiency": round(float(found_[0]), 6),
-                   "prefill_attention_extra_keys": round(float(found_[1]), 6),
-                   "prefill_attention_overhead_s": round(float(found_[2]), 10)}
+    efficiency, extra_keys, overhead_s = out.family("prefill_attention", found, rows, use, solve, predict, {
+        "_from_128_tokens": lambda r: bool(r["tokens"] / r["batch"] >= 128), "": lambda r: True})
+    out.values |= {"prefill_attention_efficiency": round(float(efficiency), 6),
+                   "prefill_attention_extra_keys": round(float(extra_keys), 6),
+                   "prefill_attention_overhead_s": round(float(overhead_s), 10)}
 
 
-def _ordered(rows: Sequence[Row], model: ModelSpec) -> list[Row]:
-    heads = {"heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    filled = [row if row["heads"] else {**row, **heads} for row in rows]  # a sweep's rows are the model's
-    return sorted(filled, key=lambda r: (r["batch"], r["tokens"] / r["batch"], r["context_tokens"], r["id"]))
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda r: (r["batch"], r["tokens"] / r["batch"], r["context_tokens"], r["id"]))
 
 
 def fit_decode(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
     """Share of bandwidth, overhead, SM time a sequence."""
-    gpu = out.gpu
+    def solve(rows: Sequence[Row]) -> Array:
+        return forms.fit_decode_attention(column(rows, "batch"), column(rows, "bytes"), column(rows, "median_s"), out.gpu)
 
-    def arguments(rows: Sequence[Row]) -> tuple[Array, Array]:
-        return column(rows, "batch"), column(rows, "bytes")
+    def predict(rows: Sequence[Row], parameters: Array) -> Array:
+        return forms.decode_attention_seconds(column(rows, "batch"), column(rows, "bytes"), parameters, out.gpu)
 
-    rows = _ordered(found[source], out.model)
+    rows = _ordered(found[source])
     enough(rows, "decode_attention", source)
-    use = every_other(column(rows, "context_tokens"))
-    seen, unseen = take(rows, use), take(rows, ~use)
-    trial = fit.fit_decode_attention(*arguments(seen), column(seen, "median_s"), gpu)
-    out.error("decode_attention_left_out", fit.decode_attention_seconds(*arguments(unseen), trial, gpu),
-              column(unseen, "median_s"))
-    found_ = fit.fit_decode_attention(*arguments(rows), column(rows, "median_s"), gpu)
-    for other in sorted(set(found) - {source}):
-        there = found[other]
-        out.error(f"decode_attention_against_{other}", fit.decode_attention_seconds(*arguments(there), found_, gpu),
-                  column(there, "median_s"))
-    out.values |= {"decode_attention_bandwidth": round(float(found_[0]), 6),
-                   "decode_attention_overhead_s": round(float(found_[1]), 10),
-                   "decode_attention_seq_s": round(float(found_[2]), 12)}
+    share, overhead_s, seq_s = out.family("decode_attention", found, rows, every_other(column(rows, "context_tokens")), solve,
+                                          predict)
+    out.values |= {"decode_attention_bandwidth": round(float(share), 6),
+                   "decode_attention_overhead_s": round(float(overhead_s), 10), "decode_attention_seq_s": round(float(seq_s), 12)}
 
 
 def fit_links(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: DeviceCoefficients | None) -> None:
     """Link efficiency and overhead of an all-reduce. Vidur's rows are eager launches: of them the slope alone is used."""
+    def solve(rows: Sequence[Row]) -> Array:
+        return forms.fit_all_reduce(column(rows, "bytes"), column(rows, "median_s"), out.gpu)
+
+    def predict(rows: Sequence[Row], parameters: Array) -> Array:
+        return forms.all_reduce_seconds(column(rows, "bytes"), *parameters, out.gpu)
+
     rows = [r for r in found[source] if r["message_bytes"] <= LARGEST_ALL_REDUCE_BYTES]
     rows.sort(key=lambda r: (r["bytes"], r["median_s"], r["num_gpus"]))
     enough(rows, "all_reduce", source)
-    sent, seconds = column(rows, "bytes"), column(rows, "median_s")
-    use = every_other(sent)
-    trial = fit.fit_all_reduce(sent[use], seconds[use], out.gpu)
-    out.error("all_reduce_left_out", fit.all_reduce_seconds(sent[~use], *trial, out.gpu), seconds[~use])
-    found_ = fit.fit_all_reduce(sent, seconds, out.gpu)
-    for other in sorted(set(found) - {source}):
-        there = found[other]
-        out.error(f"all_reduce_against_{other}", fit.all_reduce_seconds(column(there, "bytes"), *found_, out.gpu),
-                  column(there, "median_s"))
-    out.values["link_efficiency"] = round(float(found_[0]), 6)
+    efficiency, overhead_s = out.family("all_reduce", found, rows, every_other(column(rows, "bytes")), solve, predict)
+    out.values["link_efficiency"] = round(float(efficiency), 6)
     if source.startswith("vidur") and borrowed is not None:
         out.values["all_reduce_overhead_s"] = borrowed.all_reduce_overhead_s
         out.assumed.append(f"all_reduce_overhead_s: A100's under CUDA graphs; the rows here hold eager launches "
-                           f"({found_[1] * 1e6:.0f} us)")
+                           f"({overhead_s * 1e6:.0f} us)")
     else:
-        out.values["all_reduce_overhead_s"] = round(float(found_[1]), 10)
+        out.values["all_reduce_overhead_s"] = round(float(overhead_s), 10)
 
 
 def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str,

@@ -9,9 +9,7 @@ are read in place (``--sm-data DIR``), and nothing but coefficients and errors l
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import gzip
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,9 +24,11 @@ from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.errors import ProfileError
-from bullet.profiles import forms as fit
+from bullet.profiles import forms
 from bullet.profiles.forms import Array, FitError
+from bullet.profiles.importers.reading import number, read_columns, whole
 from bullet.profiles.rows import Row
+from bullet.units import MILLI
 
 AXIS = ("rate_slope", "rate_cap", "bandwidth_knee", "bandwidth_sharpness")
 FLAT = {"rate_slope": 0.0, "rate_cap": 1.0, "bandwidth_knee": 1.0, "bandwidth_sharpness": 1.0}
@@ -48,16 +48,11 @@ Sweep = dict[tuple[int, ...], dict[int, float]]
 
 def muxserve(folder: Path, size: str, phase: str) -> Sweep:
     """(batch, sequence length) that MuxServe measured at every share of SMs."""
-    path = folder / MUXSERVE
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            rows = [r for r in csv.DictReader(file) if r["model"].endswith("-" + size) and float(r[f"{phase}_ms"]) > 0]
-    except (OSError, KeyError, ValueError) as exc:
-        raise ProfileError(f"{path}: cannot be read as MuxServe's sweep ({exc})") from None
-    found: Sweep = {}
-    for r in rows:
-        found.setdefault((int(r["batch_size"]), int(r["seq_len"])), {})[int(float(r["mps_sm_percent"]))] = \
-            float(r[f"{phase}_ms"]) * 1e-3
+    path, found = folder / MUXSERVE, Sweep()
+    for i, raw in enumerate(read_columns(path, ("model", "batch_size", "seq_len", "mps_sm_percent", f"{phase}_ms"))):
+        if raw["model"].endswith("-" + size) and raw[f"{phase}_ms"] != "-1.0":  # not measured
+            batch, length, percent = (whole(raw, name, path, i) for name in ("batch_size", "seq_len", "mps_sm_percent"))
+            found.setdefault((batch, length), {})[percent] = number(raw, f"{phase}_ms", path, i) * MILLI
     return {shape: times for shape, times in sorted(found.items()) if len(times) == len(PERCENTS) + 1}
 
 
@@ -100,7 +95,7 @@ def axis_of_steps(folder: Path, gpu: GpuSpec, alone: DeviceCoefficients) -> tupl
     decode = {size: muxserve(folder, size, "decode") for size in SWEPT}
     # Prefills under 2,048 tokens sit on the host's floor of 13-14 ms; above it launches run ahead of the device.
     prefill = {size: {k: v for k, v in muxserve(folder, size, "prefill").items() if k[0] * k[1] >= 2048} for size in SWEPT}
-    knee, sharpness = (round(float(x), 6) for x in fit.fit_bandwidth_curve(share, attention_bandwidth(decode["7b"])))
+    knee, sharpness = (round(float(x), 6) for x in forms.fit_bandwidth_curve(share, attention_bandwidth(decode["7b"])))
     curved = dataclasses.replace(alone, bandwidth_knee=knee, bandwidth_sharpness=sharpness)
 
     def device(size: str, coefficients: DeviceCoefficients) -> DeviceModel:
@@ -112,12 +107,12 @@ def axis_of_steps(folder: Path, gpu: GpuSpec, alone: DeviceCoefficients) -> tupl
         return middle
 
     slope, cap = (round(float(x), 6) for x in
-                  fit.fit_rate_curve(stretch, np.median(measured_stretch(prefill["7b"]), axis=0)))
+                  forms.fit_rate_curve(stretch, np.median(measured_stretch(prefill["7b"]), axis=0)))
     whole = dataclasses.replace(curved, rate_slope=slope, rate_cap=cap)
     errors: Errors = {}
     for size, label in (("7b", "fitted"), ("13b", "left_out")):
         errors[f"attention_bandwidth_against_sms_{label}:{size}"] = FitError.of(
-            fit.bandwidth_curve(share, knee, sharpness), attention_bandwidth(decode[size])).as_dict()
+            forms.bandwidth_curve(share, knee, sharpness), attention_bandwidth(decode[size])).as_dict()
         errors[f"prefill_stretch_{label}:{size}"] = FitError.of(
             stretch_of(device(size, whole), list(prefill[size])).ravel(), measured_stretch(prefill[size]).ravel()).as_dict()
         seen = "partly_seen" if size == "7b" else "left_out"
@@ -126,18 +121,15 @@ def axis_of_steps(folder: Path, gpu: GpuSpec, alone: DeviceCoefficients) -> tupl
             measured_stretch(decode[size]).ravel()).as_dict()
     copied = _copy_kernel(folder / "lithos_repro_a100_pcie_tpc_sweep.csv")
     errors["bandwidth_against_sms_of_a_copy_kernel_unfitted"] = FitError.of(
-        fit.bandwidth_curve(np.array([n / gpu.num_sms for n in sorted(copied)]), knee, sharpness),
+        forms.bandwidth_curve(np.array([n / gpu.num_sms for n in sorted(copied)]), knee, sharpness),
         np.array([copied[gpu.num_sms] / copied[n] for n in sorted(copied)])).as_dict()
     return {"rate_slope": slope, "rate_cap": cap, "bandwidth_knee": knee, "bandwidth_sharpness": sharpness}, errors
 
 
 def _copy_kernel(path: Path) -> dict[int, float]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return {int(r["sm_count"]): float(r["ema_us_at_seen151"]) for r in csv.DictReader(file)
-                    if r["op_index_aligned"] == "18"}
-    except (OSError, KeyError, ValueError) as exc:
-        raise ProfileError(f"{path}: cannot be read as the copy kernel's sweep ({exc})") from None
+    table = read_columns(path, ("op_index_aligned", "sm_count", "ema_us_at_seen151"))
+    return {whole(raw, "sm_count", path, i): number(raw, "ema_us_at_seen151", path, i) for i, raw in enumerate(table)
+            if raw["op_index_aligned"] == "18"}
 
 
 # ----------------------------------------------------------------------------------------- single kernels
@@ -146,24 +138,17 @@ def _copy_kernel(path: Path) -> dict[int, float]:
 def greenctx(folder: Path) -> dict[str, Sweep]:
     """H100, green contexts, Llama-3-8B shapes: ``gemm`` (m, n, k), ``decode_attention`` (batch, context),
     ``prefill_attention`` (tokens; not causal). Shapes measured at every SM count; milliseconds in the files."""
-    def read(kind: str) -> list[dict[str, str]]:
-        path = folder / f"greenctx_h100_{kind}.csv"
-        try:
-            with path.open(encoding="utf-8") as file:
-                return [r for r in csv.DictReader(file) if "error" not in r["milliseconds"]]  # cells with "cublas error"
-        except (OSError, KeyError) as exc:
-            raise ProfileError(f"{path}: cannot be read as greenctx's sweep ({exc})") from None
-
     sweeps: dict[str, Sweep] = {"gemm": {}, "decode_attention": {}, "prefill_attention": {}}
-    for r in read("matmul"):
-        k, n = (int(x) for x in r["matrix_shape"].split(" x "))
-        sweeps["gemm"].setdefault((int(r["num_tokens"]), n, k), {})[int(r["SM_count"])] = float(r["milliseconds"]) * 1e-3
-    for r in read("flash_attn_decode"):
-        sweeps["decode_attention"].setdefault((int(r["batch_size"]), int(r["context_size"])), {})[
-            int(r["SM_count"])] = float(r["milliseconds"]) * 1e-3
-    for r in read("flash_attn_prefill"):
-        sweeps["prefill_attention"].setdefault((int(r["prefill_size"]),), {})[int(r["SM_count"])] = \
-            float(r["milliseconds"]) * 1e-3
+    for (op, found), kind, names in zip(sweeps.items(), ("matmul", "flash_attn_decode", "flash_attn_prefill"), (
+            ("num_tokens", "matrix_shape"), ("batch_size", "context_size"), ("prefill_size",)), strict=True):
+        path = folder / f"greenctx_h100_{kind}.csv"
+        for i, raw in enumerate(read_columns(path, (*names, "SM_count", "milliseconds"))):
+            if "error" in raw["milliseconds"]:  # cells with "cublas error"
+                continue
+            sizes = [whole(raw, name, path, i) for name in names if name != "matrix_shape"]
+            if op == "gemm":
+                sizes += map(int, reversed(raw["matrix_shape"].split(" x ")))
+            found.setdefault(tuple(sizes), {})[whole(raw, "SM_count", path, i)] = number(raw, "milliseconds", path, i) * MILLI
     return {op: {shape: times for shape, times in sorted(found.items()) if 132 in times} for op, found in sweeps.items()}
 
 
@@ -214,7 +199,7 @@ class KernelsOnSms:
         share = sms / self.n
         rate = np.minimum(cap, 1 + slope * (1 - share))
         rounds = np.ceil(self.blocks / sms) if waves else np.maximum(np.minimum(self.blocks, 1.0), self.blocks / sms)
-        bandwidth = fit.bandwidth_curve(np.asarray(share), knee, sharpness)
+        bandwidth = forms.bandwidth_curve(np.asarray(share), knee, sharpness)
         seconds: Array = np.maximum(rounds * self.block_s / rate, self.moved_s / bandwidth) + self.overhead_s + launch_s
         return seconds
 
@@ -229,7 +214,7 @@ class KernelsOnSms:
             raise ProfileError(f"SM axis: {len(self.measured)} rows on fewer SMs than all, at least 10 are needed to fit 5 "
                                "parameters and test them")
         # The rate's slope and cap trade places: three starts, the best kept.
-        found = [fit.search(lambda a: np.log(self.stretch(a, waves) / self.measured), (slope, cap, 0.35, 3.0, 1e-5),
+        found = [forms.search(lambda a: np.log(self.stretch(a, waves) / self.measured), (slope, cap, 0.35, 3.0, 1e-5),
                             (0.0, 1.0, 0.02, 0.5, 0.0), (2.0, 2.0, 1.0, 20.0, 4e-5), (0.005, 0.005, 0.005, 0.05, 2e-7))
                  for slope, cap in ((0.4, 1.3), (0.6, 1.15), (0.2, 2.0))]
         return min(found, key=lambda a: round(float(np.mean(np.abs(np.log(self.stretch(a, waves) / self.measured)))), 9))
