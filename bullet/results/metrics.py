@@ -26,32 +26,31 @@ PERCENTILES = (50, 90, 95, 99)
 def ttft_s(requests: RequestTable) -> Array:
     """Of finished requests, shape (finished,)."""
     done = requests["status"] == "finished"
-    values: Array = (requests["first_token_s"] - requests["arrival_s"])[done]
-    return values
+    return np.asarray((requests["first_token_s"] - requests["arrival_s"])[done])
 
 
 def tpot_s(requests: RequestTable) -> Array:
     """Of finished requests with more than one output token."""
     many = (requests["status"] == "finished") & (requests["output_tokens"] > 1)
-    values: Array = ((requests["finish_s"] - requests["first_token_s"]) / np.maximum(1, requests["output_tokens"] - 1))[many]
-    return values
+    return np.asarray(_seconds_per_token(requests)[many])
+
+
+def _seconds_per_token(requests: RequestTable) -> Array:
+    """After the first; shape (offered,), of one-token outputs without meaning."""
+    return np.asarray((requests["finish_s"] - requests["first_token_s"]) / np.maximum(1, requests["output_tokens"] - 1))
 
 
 def e2e_s(requests: RequestTable) -> Array:
     """Last token - arrival of finished requests."""
     done = requests["status"] == "finished"
-    values: Array = (requests["finish_s"] - requests["arrival_s"])[done]
-    return values
+    return np.asarray((requests["finish_s"] - requests["arrival_s"])[done])
 
 
 def attained(requests: RequestTable, reading: str, tpot_slo_s: float) -> NDArray[np.bool_]:
     """Whether each request met both objectives; shape (offered,). Rejected and unfinished ones did not."""
-    done = requests["status"] == "finished"
-    first = requests["first_token_s"] - requests["arrival_s"]
-    tokens = requests["output_tokens"]
-    each = (requests["finish_s"] - requests["first_token_s"]) / np.maximum(1, tokens - 1)
-    met: NDArray[np.bool_] = done & (first <= requests[f"ttft_slo_{reading}_s"]) & ((tokens <= 1) | (each <= tpot_slo_s))
-    return met
+    first_in_time = requests["first_token_s"] - requests["arrival_s"] <= requests[f"ttft_slo_{reading}_s"]
+    rest_in_time = (requests["output_tokens"] <= 1) | (_seconds_per_token(requests) <= tpot_slo_s)
+    return np.asarray((requests["status"] == "finished") & first_in_time & rest_in_time)
 
 
 def weighted_percentile(values: Array, counts: NDArray[np.int64], percent: float) -> float | None:
@@ -116,12 +115,10 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         return amount / duration if duration else None
 
     tokens_in, tokens_out = int(requests["prompt_tokens"][done].sum()), int(requests["output_tokens"][done].sum())
-    output = np.maximum(1, requests["output_tokens"][done])
-    normalised = e2e_s(requests) / output if finished else np.empty(0)
-    first = requests["first_token_s"][done]
+    normalised = e2e_s(requests) / np.maximum(1, requests["output_tokens"][done])
     waits = (requests["admitted_s"] - requests["arrival_s"])[done]
     counts = outcome.itl_counts
-    decode = steps["end_s"][steps["decode_seqs"] > 0] - steps["start_s"][steps["decode_seqs"] > 0]
+    decode = (steps["end_s"] - steps["start_s"])[steps["decode_seqs"] > 0]
     predicted = ~np.isnan(steps["predicted_s"])
     error = np.abs(steps["predicted_s"][predicted] / steps["actual_s"][predicted] - 1)
     total_sm_s = outcome.num_sms * outcome.span_s
@@ -140,8 +137,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "duration": duration, "request_throughput": per_second(finished), "output_throughput": per_second(tokens_out),
         "total_token_throughput": per_second(tokens_in + tokens_out), "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
-        **_statistics("ttft", first - requests["arrival_s"][done] if finished else np.empty(0)),
-        **_statistics("tpot", tpot_s(requests)), **_statistics("e2el", e2e_s(requests)),
+        **_statistics("ttft", ttft_s(requests)), **_statistics("tpot", tpot_s(requests)), **_statistics("e2el", e2e_s(requests)),
         **_statistics("queue", waits), **_statistics("normalized_latency", normalised),
         "mean_itl_ms": float((outcome.itl_s * counts).sum() / counts.sum() * 1e3) if counts.sum() else None,
         "max_itl_ms": float(outcome.itl_s.max() * 1e3) if len(counts) else None,

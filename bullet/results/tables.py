@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bullet.files import write_text
+from bullet.files import write_json, write_text
 
 NAME_WIDTH = 28
 
@@ -90,7 +89,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def write_comparison(folder: Path, summaries: Sequence[Mapping[str, Any]]) -> None:
     """``comparison.json`` and ``comparison.csv``: every figure of every system; nested ones are in the JSON alone."""
-    write_text(folder / "comparison.json", json.dumps(list(summaries), indent=1, allow_nan=False) + "\n")
+    write_json(folder / "comparison.json", summaries)
     keys = [k for k, v in summaries[0].items() if not isinstance(v, dict)]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
