@@ -13,7 +13,8 @@ from bullet.cli.profile import main as profile
 from bullet.cli.sim import main as sim
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.errors import ProfileError
-from bullet.gpu.partition import granularity, simulated_table
+from bullet.gpu.partition import simulated_table
+from bullet.gpu.splits import granularity
 from bullet.profiler.bench import NO_CLOCKS, Measurement, lane_units
 from bullet.profiler.check import unchecked
 from bullet.profiler.plan import CORE_DECODE_SHARES, ENGINE_LAYERS, Point, Rates, Shape, choose_splits, gpu_axes, make_plan

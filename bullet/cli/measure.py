@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from bullet.catalog.gpus import GPUS
 from bullet.errors import BulletError, ConfigError, one_line
-from bullet.gpu.partition import Split
+from bullet.gpu.splits import Split
 from bullet.profiler import session, summary, sweep
 from bullet.profiler.session import Target
 

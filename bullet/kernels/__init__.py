@@ -1,1 +1,1 @@
-"""Kernels, torch reference operations and the arithmetic of timing. torch and triton are imported by use only."""
+"""Triton kernels of serving, each beside its wrapper and its torch reference, and the probes that a sweep needs."""

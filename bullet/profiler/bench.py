@@ -23,7 +23,8 @@ from bullet.config import DeviceConfig
 from bullet.devices.load import load_device
 from bullet.errors import ProfileError
 from bullet.estimators.sampling import SampledState, sample_device
-from bullet.gpu.partition import Lane, Pair, PartitionTable, Split
+from bullet.gpu.partition import PartitionTable, plain_table
+from bullet.gpu.splits import Split
 from bullet.profiler import timing
 from bullet.profiler.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, flops_and_bytes
 from bullet.profiles.rows import ENGINE_PHASES
@@ -166,9 +167,7 @@ class CpuBench:
         """What runs, untimed, before each replay of a shape; a replay is then one repetition."""
         # One thread cannot be split: both lanes then name the same one, which alternation permits.
         splits = [Split(p, self.num_units - p) for p in range(1, self.num_units)] or [Split(1, 1)]
-        self.table = PartitionTable("none", self.num_units, [
-            Pair(i, s, Lane("prefill", s.prefill_sms, s.prefill_sms), Lane("decode", s.decode_sms, s.decode_sms))
-            for i, s in enumerate(splits)])
+        self.table = plain_table("none", self.num_units, splits)
 
     def allowed(self, point: Point) -> bool:
         """Triton kernels run on a GPU only; the engine's layers and steps need its packages, and steps a model long enough."""

@@ -17,18 +17,8 @@ from typing import Any
 
 from bullet.catalog.models import ModelSpec
 from bullet.errors import PartitionError, ProfileError, one_line
-from bullet.gpu.partition import (
-    Lane,
-    Pair,
-    PartitionTable,
-    Split,
-    granularity,
-    green_context_table,
-    legal_splits,
-    nearest_split,
-    software_table,
-    unpartitioned_table,
-)
+from bullet.gpu.partition import Lane, Pair, PartitionTable, green_context_table, software_table, unpartitioned_table
+from bullet.gpu.splits import Split, granularity, legal_splits, nearest_split
 from bullet.profiler import timing
 from bullet.profiler.bench import (
     BusyError,

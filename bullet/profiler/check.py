@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from bullet.errors import BulletError, ResultsError
-from bullet.gpu.partition import Pair, PartitionTable, Split
+from bullet.errors import BulletError, ResultsError, one_line
+from bullet.gpu.partition import Pair, PartitionTable
+from bullet.gpu.splits import Split
 
 MODES = ("eager", "graph")
 
@@ -197,10 +198,6 @@ def overlap_matrix(sets: Sequence[frozenset[int]]) -> list[list[int]]:
     return [[len(a & b) for b in sets] for a in sets]
 
 
-def _one_line(exc: BaseException) -> str:
-    return " ".join(f"{type(exc).__name__}: {exc}".split())[:160]
-
-
 def unchecked(table: PartitionTable, gpu: str, note: str) -> CheckReport:
     """A report for backends in which there is nothing to prove, or no way to."""
     pairs = [] if table.backend != "green-context" else [
@@ -221,7 +218,7 @@ def run_check(table: PartitionTable, prober: Prober, gpu: str) -> CheckReport:
     except BulletError:
         raise
     except Exception as exc:
-        control.append(f"probe failed on a plain stream: {_one_line(exc)}")
+        control.append(f"probe failed on a plain stream: {one_line(f'{type(exc).__name__}: {exc}', 160)}")
     verdicts, sets, names = [], [], []
     for pair in table.pairs:
         readings: Mapping[str, Any] = {}
@@ -231,7 +228,7 @@ def run_check(table: PartitionTable, prober: Prober, gpu: str) -> CheckReport:
         except BulletError:
             raise
         except Exception as exc:  # a launch or a capture that the driver refused
-            reasons.append(f"probe failed: {_one_line(exc)}")
+            reasons.append(f"probe failed: {one_line(f'{type(exc).__name__}: {exc}', 160)}")
         if readings:
             reasons = judge(pair.granted, readings["eager"], readings["graph"])
         eager = readings.get("eager")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from bullet import work
 from bullet.catalog.models import ModelSpec
 from bullet.errors import ProfileError
-from bullet.gpu.partition import Granularity, Split, legal_splits, nearest_split
+from bullet.gpu.splits import Granularity, Split, legal_splits, nearest_split
 from bullet.profiles.rows import ENGINE_OPS, ENGINE_PHASES
 
 TIERS = ("co-run matrix", "engine phases", "own kernels", "controls", "SM axis", "shapes", "co-running operations",

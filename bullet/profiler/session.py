@@ -20,7 +20,8 @@ from typing import Any
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import ModelSpec, get_model
 from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, ResultsError, one_line, require
-from bullet.gpu.partition import IGNORE_SM_COSCHEDULING, PartitionTable, Split, SplitRefusedError, granularity, simulated_table
+from bullet.gpu.partition import PartitionTable, simulated_table
+from bullet.gpu.splits import IGNORE_SM_COSCHEDULING, Split, SplitRefusedError, granularity
 from bullet.profiler import card, summary
 from bullet.profiler import check as checking
 from bullet.profiler import plan as planning

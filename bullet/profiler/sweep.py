@@ -15,7 +15,7 @@ from typing import Any
 
 from bullet.catalog.models import ModelSpec, model_label
 from bullet.errors import ProfileError
-from bullet.gpu.partition import Split
+from bullet.gpu.splits import Split
 from bullet.profiler.bench import Bench, BusyError, DeviceLostError, Measurement, TimeUpError
 from bullet.profiler.check import CheckReport
 from bullet.profiler.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes

@@ -23,7 +23,9 @@ from stub_driver import StubDriver  # noqa: E402
 from bullet.catalog.models import MODELS, get_model  # noqa: E402
 from bullet.cli import measure as profile_cli  # noqa: E402
 from bullet.errors import PartitionError  # noqa: E402
-from bullet.gpu.partition import Driver, Split, granularity, green_context_table, unpartitioned_table  # noqa: E402
+from bullet.gpu.driver import Driver  # noqa: E402
+from bullet.gpu.partition import green_context_table, unpartitioned_table  # noqa: E402
+from bullet.gpu.splits import Split, granularity  # noqa: E402
 from bullet.profiler import bench_cuda, card, lane_graphs, session  # noqa: E402
 from bullet.profiler.bench import DeviceLostError, PointError  # noqa: E402
 from bullet.profiler.check import run_check  # noqa: E402

@@ -12,7 +12,8 @@ from bullet.catalog.models import ModelSpec  # noqa: E402
 from bullet.engine.engine import Engine  # noqa: E402
 from bullet.engine.model import Architecture, Ops  # noqa: E402
 from bullet.engine.weights import random_weights  # noqa: E402
-from bullet.gpu.partition import Lane, granularity, green_context_table, nearest_split  # noqa: E402
+from bullet.gpu.partition import Lane, green_context_table  # noqa: E402
+from bullet.gpu.splits import granularity, nearest_split  # noqa: E402
 from bullet.state import Chunk  # noqa: E402
 
 SPEC = ModelSpec("small", 4, 512, 1024, 8, 2, 64, 1000, 2048)

@@ -21,7 +21,7 @@ from bullet.config import DeviceConfig  # noqa: E402
 from bullet.devices.coefficients import DeviceCoefficients  # noqa: E402
 from bullet.devices.fitted import DeviceModel  # noqa: E402
 from bullet.devices.load import load_device  # noqa: E402
-from bullet.gpu.partition import Driver  # noqa: E402
+from bullet.gpu.driver import Driver  # noqa: E402
 from bullet.profiler import bench_cuda, card  # noqa: E402
 from bullet.profiler import bench_engine as engine_bench  # noqa: E402
 from bullet.profiler.plan import Rates, decode, prefill  # noqa: E402

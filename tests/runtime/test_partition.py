@@ -11,20 +11,9 @@ from hypothesis import strategies as st
 from stub_driver import CUresult, StubDriver
 
 from bullet.errors import PartitionError
-from bullet.gpu.partition import (
-    IGNORE_SM_COSCHEDULING,
-    Driver,
-    Split,
-    SplitRefusedError,
-    granularity,
-    green_context_table,
-    is_legal,
-    legal_splits,
-    nearest_split,
-    simulated_table,
-    software_table,
-    unpartitioned_table,
-)
+from bullet.gpu.driver import Driver
+from bullet.gpu.partition import green_context_table, simulated_table, software_table, unpartitioned_table
+from bullet.gpu.splits import IGNORE_SM_COSCHEDULING, Split, SplitRefusedError, granularity, is_legal, legal_splits, nearest_split
 
 PAIR_CALLS = ["cuDeviceGetDevResource", "cuDevSmResourceSplitByCount",
               "cuDevResourceGenerateDesc", "cuGreenCtxCreate", "cuGreenCtxGetDevResource", "cuGreenCtxStreamCreate",

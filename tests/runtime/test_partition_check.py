@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_driver import StubDriver
 
-from bullet.gpu.partition import Driver, Split, green_context_table, unpartitioned_table
+from bullet.gpu.driver import Driver
+from bullet.gpu.partition import green_context_table, unpartitioned_table
+from bullet.gpu.splits import Split
 from bullet.profiler.check import Reading, judge, judge_control, overlap_matrix, run_check, together_ns, unchecked
 
 SPLIT = Split(112, 20)

@@ -22,7 +22,9 @@ def test_a_partition_table_through_cuda_bindings(tmp_path):
                     HERE / "libcuda_stub.c", "-ldl"], check=True)
     code = textwrap.dedent("""
         import sys
-        from bullet.gpu.partition import PartitionError, Split, green_context_table
+        from bullet.errors import PartitionError
+        from bullet.gpu.partition import green_context_table
+        from bullet.gpu.splits import Split
         with green_context_table([Split(112, 20), Split(100, 32)]) as table:
             print([str(pair.granted) for pair in table.pairs], hex(table.pairs[1].decode.handle))
             with table.current(table.pairs[0].decode):

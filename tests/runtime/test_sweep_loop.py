@@ -16,7 +16,8 @@ import pytest
 
 from bullet.catalog.models import get_model
 from bullet.cli import measure as profile_cli
-from bullet.gpu.partition import Split, granularity, simulated_table
+from bullet.gpu.partition import simulated_table
+from bullet.gpu.splits import Split, granularity
 from bullet.profiler.bench import NO_CLOCKS, BusyError, DeviceLostError, Measurement, PointError, SimulatedBench, lane_units
 from bullet.profiler.check import unchecked
 from bullet.profiler.plan import (
@@ -308,7 +309,7 @@ def test_cpu_sweep_is_real_labelled_and_short(tmp_path, capsys):
 
 def test_cpu_bench_restores_the_threads_and_alternates():
     torch = pytest.importorskip("torch")
-    from bullet.gpu.partition import Split
+    from bullet.gpu.splits import Split
     from bullet.profiler.bench import CpuBench
     from bullet.profiler.plan import Point, decode, prefill
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bullet import work
 from bullet.catalog.models import MODELS, get_model
 from bullet.errors import PartitionError, ProfileError
-from bullet.gpu.partition import Split, granularity, is_legal
+from bullet.gpu.splits import Split, granularity, is_legal
 from bullet.profiler.plan import (
     CORE_DECODE_SHARES,
     ENGINE_LAYERS,
