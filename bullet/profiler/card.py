@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bullet.catalog.gpus import GPUS
+from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import ModelSpec
+from bullet.errors import ConfigError
 from bullet.profiler.plan import Rates, Shape, flops_and_bytes
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,11 @@ class Props:
 
 def rates_for(props: Props, **overrides: Any) -> Rates:
     """Planning speeds: data-sheet peaks of a known GPU at assumed efficiencies, else an assumed per-SM rate."""
-    known = next((g for key, g in GPUS.items() if key.split("-")[0] in props.name.lower().replace(" ", "")), None)
-    flops = known.peak_flops if known else 2.5e12 * props.num_sms
-    moved = known.mem_bytes_per_s if known else 1.2e10 * props.num_sms
+    try:
+        known = get_gpu(props.name)
+        flops, moved = known.peak_flops, known.mem_bytes_per_s
+    except ConfigError:
+        flops, moved = 2.5e12 * props.num_sms, 1.2e10 * props.num_sms
     return Rates(props.num_sms, 0.6 * flops, 0.7 * moved, **overrides)
 
 
