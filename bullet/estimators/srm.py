@@ -1,4 +1,4 @@
-"""The performance model that a scheduler asks: the published form (SRM), and an oracle for comparison.
+"""The performance model that a scheduler asks, in its published form (SRM): eq. 1, alpha of eq. 2 and contention.
 
 ==================  =======================================================================================
 paper (section 3.2)  here
@@ -14,7 +14,7 @@ network, N_w         bytes / ``GpuSpec.link_bytes_per_s``; no N_w is known, so S
 
 An estimator answers for all splits at once (arrays of length n + 1, see docs/interfaces.md) and learns online: per
 phase and SM bucket a mean of log(measured / predicted). It never reads the simulated device's coefficients: it sees
-samples, as it would from a GPU. ``Oracle`` is the exception, and is named so. See docs/estimator.md.
+samples, as it would from a GPU. ``Oracle`` (oracle.py) is the exception, and is named so. See docs/estimator.md.
 """
 
 from __future__ import annotations
