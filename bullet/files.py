@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,20 @@ def create_folder(folder: Path) -> bool:
     except OSError as exc:
         raise ResultsError(f"{folder}: cannot be written ({exc.strerror}): choose another --out") from None
     return made
+
+
+def safe_name(name: str) -> str:
+    """A name as part of a path."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".") or "run"
+
+
+def fresh_folder(out: Path | None, name: str) -> Path:
+    """The folder that was asked for, or a new one under runs/; makes neither."""
+    if out is not None:
+        return out
+    base = Path("runs") / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder

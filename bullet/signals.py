@@ -1,11 +1,29 @@
-"""A stop that has been heard is carried out before the next one is."""
+"""Who hears of a run and may stop it; a stop that has been heard is carried out before the next one is."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+Say = Callable[[str], None]
+"""Who hears lines as they come."""
+Watch = Callable[[Any, int, str], AbstractContextManager[Callable[[int], None] | None]]
+"""Who watches runs: given a run's :class:`~bullet.results.folder.RunWriter`, its requests and its policy's name, a block that the
+run goes on in; it gives what is told how many requests have ended (None: nobody), and may ask the writer to stop the run."""
+
+
+def silent(line: str) -> None:
+    """Nobody hears."""
+
+
+@contextlib.contextmanager
+def unwatched(writer: Any, requests: int, name: str) -> Iterator[None]:
+    """Nobody."""
+    yield
 
 
 @contextlib.contextmanager

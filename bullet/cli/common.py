@@ -9,19 +9,17 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bullet.errors import BulletError
-from bullet.signals import undisturbed
+from bullet.signals import Watch, undisturbed
 
 if TYPE_CHECKING:
     from bullet.config import RunConfig
     from bullet.results.folder import RunWriter
-
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,7 +66,7 @@ FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "wo
          "seed": "seed", "policy": "policy.name"}
 
 
-def build_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
+def build_config(args: argparse.Namespace) -> RunConfig:
     """Defaults, file, flags, --set, in that order; a flag that the rest makes meaningless is refused, not ignored."""
     from bullet.config import load_run_config, parse_set
     from bullet.errors import ConfigError
@@ -81,10 +79,8 @@ def build_config(args: argparse.Namespace, policy: str | None = None) -> RunConf
     for text in args.sets:
         key, value = parse_set(text)
         overrides[key] = value
-    if policy is not None:
-        if "policy.name" in overrides:
-            raise ConfigError("--set policy.name: compare takes its policies from --policies A,B,..")
-        overrides["policy.name"] = policy
+    if args.command == "compare" and "policy.name" in overrides:
+        raise ConfigError("--set policy.name: compare takes its policies from --policies A,B,..")
     config = load_run_config(args.config, overrides)
     arrivals = config.workload.arrivals
     for value, name, needed, hint in (
@@ -94,6 +90,19 @@ def build_config(args: argparse.Namespace, policy: str | None = None) -> RunConf
         if value is not None and not needed:
             raise ConfigError(f"{name} {value:g} has no effect on {arrivals} arrivals: {hint}")
     return config
+
+
+def refuse_idle(args: argparse.Namespace, names: Sequence[str], *flags: str) -> None:
+    """Flags that only an estimator heeds, where none of the policies asks one."""
+    from bullet import policies
+    from bullet.errors import ConfigError
+
+    for name in names:
+        policies.check_name(name)
+    for flag in flags:
+        value = getattr(args, flag)
+        if names and value is not None and not any(policies.needs_estimator(name) for name in names):
+            raise ConfigError(f"--{flag} {value} has no effect: {', '.join(names)} predicts nothing")
 
 
 def progress_bar(total: int, label: str, quiet: bool,
@@ -107,20 +116,19 @@ def progress_bar(total: int, label: str, quiet: bool,
     return bar.update, bar.close
 
 
-def safe_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".") or "run"
+def watched(args: argparse.Namespace) -> Watch:
+    """Runs as a command watches them: a progress bar, stops between steps, and which folder to name if it comes to that."""
+    @contextlib.contextmanager
+    def watch(writer: RunWriter, requests: int, name: str) -> Iterator[Callable[[int], None] | None]:
+        args.kept = writer.folder
+        update, close = progress_bar(requests, name, args.quiet)
+        try:
+            with stops_between_steps(writer, args):
+                yield update
+        finally:
+            close()
 
-
-def fresh_folder(out: Path | None, name: str) -> Path:
-    """The folder that was asked for, or a new one under runs/."""
-    if out is not None:
-        return out
-    base = Path("runs") / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+    return watch
 
 
 @contextlib.contextmanager
@@ -145,12 +153,14 @@ def stops_between_steps(writer: RunWriter, args: argparse.Namespace) -> Iterator
             signal.signal(number, handler)
 
 
-def print_paths(folder: Path, args: argparse.Namespace, files: Sequence[str]) -> None:
-    if not args.no_report:
-        files = ["report.html, plots/" + (", trace.json (for ui.perfetto.dev)" if args.command == "run" else ""), *files]
-    print(f"\nwritten to {folder}/:")
-    for line in files:
-        print(f"  {line}")
+def print_paths(folder: Path, args: argparse.Namespace, *files: str) -> None:
+    """Where the files are; the report's first, if there is one."""
+    if (folder / "report.html").is_file():
+        files = ("report.html, plots/" + (", trace.json (for ui.perfetto.dev)" if args.command == "run" else ""), *files)
+    print("\n".join([f"\nwritten to {folder}/:", *(f"  {line}" for line in files)]))
+
+
+RUN_FILES = "requests.parquet, steps.parquet, summary.json, timing.json, config.toml"
 
 
 def kept_text(folder: Path | None) -> str:

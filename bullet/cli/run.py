@@ -7,42 +7,33 @@ simulated side of ``validate`` does, and runs afterwards from the files where it
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bullet.cli.common import (
     FLAGS,
+    RUN_FILES,
     Parser,
     add_workload_arguments,
     build_config,
-    fresh_folder,
     guarded,
     number,
     print_paths,
-    progress_bar,
-    stops_between_steps,
+    refuse_idle,
+    watched,
     whole,
 )
+from bullet.files import create_folder, fresh_folder
 
 if TYPE_CHECKING:
-    from bullet.catalog.gpus import GpuSpec
-    from bullet.catalog.models import ModelSpec
     from bullet.config import RunConfig
-    from bullet.devices.fitted import DeviceModel
-    from bullet.devices.measured import StepProfile
-    from bullet.policies.base import Policy
-    from bullet.results.columns import RunOutcome
-    from bullet.runtime.machine import Opened
-    from bullet.state import SplitTable
-    from bullet.workload import Workload
+    from bullet.runtime.serve import Engine
 
 EXAMPLES = """examples:
   bullet-run replay --device cpu --trace my.csv --arrivals recorded --policy bullet --out runs/real
@@ -137,12 +128,10 @@ def _terminates_as_interrupt(args: argparse.Namespace) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# ------------------------------------------------------------------------------------------------ replay
-
-
-def run_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig:
-    """As bullet-sim's; what only a simulation has (delays, noise) is zero, since here it happens by itself."""
+def run_config(args: argparse.Namespace) -> RunConfig:
+    """As bullet-sim's; what only a simulation has is zero."""
     from bullet.errors import ConfigError
+    from bullet.runtime.serve import real_config
 
     for name in FLAGS:
         if not hasattr(args, name):
@@ -159,238 +148,49 @@ def run_config(args: argparse.Namespace, policy: str | None = None) -> RunConfig
         raise ConfigError("--gpu: with --device cuda the policy is shown the GPU that is there")
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads}: must be 1 or more")
-    config = build_config(args, policy)
-    if config.device.tensor_parallel != 1:
-        raise ConfigError(f"device.tensor_parallel = {config.device.tensor_parallel}: the engine runs on one device")
-    return dataclasses.replace(config, device=dataclasses.replace(
-        config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0))
+    return real_config(build_config(args))
 
 
-def make_policy_for(config: RunConfig, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None,
-                    model: ModelSpec | None = None) -> Policy:
-    """The policy object that the simulator would use; its estimator starts from ``device``. ``model``: the configuration's,
-    where its file need not be at hand."""
-    from bullet import policies
-    from bullet.catalog.models import get_model
-    from bullet.estimators.make import make_estimator
+def engine_of(args: argparse.Namespace) -> Engine:
+    """The engine that the flags ask for."""
+    from bullet.runtime.serve import Engine
 
-    model = model or get_model(config.device.model)
-    assert config.slo.tpot_s is not None
-    estimator = None
-    if policies.needs_estimator(config.policy.name):
-        assert device is not None
-        estimator = make_estimator(config.policy.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
-                                   seed=config.seed, recalibrate=config.policy.recalibrate, error=config.policy.estimator_error)
-    return policies.make_policy(config.policy.name, policies.PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator,
-                                                                           config.policy.options))
-
-
-def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> DeviceModel:
-    """What the estimator takes its samples from: measured step times, else the built-in profile of that GPU."""
-    from bullet.devices.coefficients import PROFILES, DeviceCoefficients, analytic_coefficients
-    from bullet.devices.fitted import DeviceModel
-    from bullet.devices.measured import MeasuredDevice
-
-    if profile is not None:
-        return MeasuredDevice(profile.shown(gpu), model, gpu)
-    fits = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"), key=lambda path: (path.parent.name != model.name, path))
-    return DeviceModel(model, gpu, DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(gpu))
-
-
-def serve(config: RunConfig, workload: Workload, opened: Opened, profile: Any, folder: Path, args: argparse.Namespace,
-          record: Path | None = None) -> tuple[RunOutcome, dict[str, Any]]:
-    """One real run into one folder; whatever stops it, its rows are kept."""
-    from bullet import policies
-    from bullet.catalog.models import get_model
-    from bullet.config import to_toml
-    from bullet.results import metrics, page
-    from bullet.results.folder import RunWriter
-    from bullet.runtime.driver import Replay
-    from bullet.runtime.machine import prompts_of
-    from bullet.runtime.record import RecordWriter
-
-    machine = opened.machine
-    model = get_model(config.device.model)
-    device = estimator_device(model, opened.gpu, profile) if policies.needs_estimator(config.policy.name) else None
-    policy = make_policy_for(config, opened.gpu, machine.splits, device)
-    with RunWriter(folder, source="measured") as writer:
-        args.kept = folder
-        writer.resolved(config, offered=len(workload))
-        writer.metadata |= {"gpu": machine.name, "partition": machine.partition}
-        update, close = progress_bar(len(workload), config.policy.name, args.quiet)
-        run = Replay(config, workload, machine, policy, writer, prompts_of(workload, model.vocab_size, config.seed),
-                     stop=lambda: writer.stopping, progress=update)
-        recorder: Any = nullcontext()
-        if record is not None:
-            slos = [run.mean_slo_s if run.policy_reads_mean else run.slo_per_token_s * int(t) for t in workload.prompt_tokens]
-            recorder = run.record = RecordWriter(
-                record, config, machine.splits, machine.kv_blocks, run.state.num_layers, slos, workload,
-                {"gpu": dataclasses.asdict(opened.gpu), "model": dataclasses.asdict(model),
-                 "steps": None if profile is None else dataclasses.asdict(profile)})
-        started = time.perf_counter()
-        try:
-            with recorder, stops_between_steps(writer, args):
-                run.run()
-        except BaseException:
-            run.close_unfinished()  # offered = finished + rejected + unfinished, whatever stopped it
-            raise
-        finally:
-            close()
-        outcome = run.outcome(*writer.tables(), workload)
-        summary = metrics.summarise(outcome)
-        writer.close(outcome, summary, run.timing(time.perf_counter() - started))
-    if writer.stopping:
-        raise KeyboardInterrupt
-    if not args.no_report and find_spec("matplotlib") is None:
-        say("no plots: matplotlib is not installed here")
-        args.no_report = True
-    if not args.no_report:
-        page.write_run_report(folder, outcome, summary, to_toml(outcome.config))
-    return outcome, summary
-
-
-def check_parquet() -> None:
-    """Found before a device is opened: a run's rows cannot be kept without it."""
-    from bullet.errors import ResultsError
-
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as exc:
-        raise ResultsError(f"pyarrow is not installed ({exc}): a run's rows are kept as parquet: pip install pyarrow") from None
-
-
-def check_new_file(record: Path) -> None:
-    """Found before a device is opened and a run's folder made: whether ``--record`` can be written. Leaves nothing."""
-    from bullet.errors import ResultsError
-
-    try:
-        record.open("x").close()
-    except FileExistsError:
-        raise ResultsError(f"{record}: exists already: choose another --record (nothing is overwritten)") from None
-    except OSError as exc:
-        raise ResultsError(f"{record}: cannot be written ({exc.strerror}): choose another --record") from None
-    record.unlink()
+    return Engine(args.device, args.weights, args.backend, args.allow_busy, args.threads, say)
 
 
 def _replay(args: argparse.Namespace) -> int:
     import json
 
-    from bullet import policies
-    from bullet.catalog.models import get_model, model_label
-    from bullet.config import resolve_slo
-    from bullet.devices.measured import StepProfile
-    from bullet.errors import ConfigError, ResultsError
     from bullet.results import tables
-    from bullet.runtime.machine import longest, measure_steps, open_machine
-    from bullet.workload import load_workload
+    from bullet.runtime import serve
 
     config = run_config(args)
-    check_parquet()
-    policies.check_name(config.policy.name)
-    for flag, value in (("--estimator", args.estimator), ("--steps", args.steps)):
-        if value is not None and not policies.needs_estimator(config.policy.name):
-            raise ConfigError(f"{flag} {value} has no effect: {config.policy.name} predicts nothing")
-    workload = load_workload(config.workload, config.seed)
-    profile = None if args.steps is None else StepProfile.from_json(args.steps)
-    model = get_model(config.device.model)
-    if profile is not None and profile.model not in (model.name, model_label(model)):
-        raise ConfigError(f"{args.steps}: step times of {profile.model}, the model is {get_model(config.device.model).name}: "
-                          "measure its own with bullet-run steps")
-    config = dataclasses.replace(
-        config, workload=dataclasses.replace(config.workload, num_requests=len(workload)),
-        slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
+    serve.check_parquet()
+    refuse_idle(args, [config.policy.name], "estimator", "steps")
     folder = fresh_folder(args.out, f"real-{config.policy.name}-{Path(config.workload.trace).name}")
-    if args.record is not None and not (args.record.parent.is_dir() or args.record.parent in (folder, *folder.parents)):
-        raise ResultsError(f"{args.record}: no folder {args.record.parent}: make it, or choose another --record")
-    if args.record is not None and args.record.parent.is_dir():
-        check_new_file(args.record)
-    # On a CPU at least what step times need.
-    most = max(longest(config, workload), min(448, get_model(config.device.model).context_tokens) if args.device == "cpu" else 0)
-    with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
-                      threads=args.threads, say=say) as opened:
-        machine = opened.machine
-        profile = None if profile is None else profile.shown(opened.gpu)
-        if profile is not None and (profile.hardware, profile.num_sms) != (machine.name, machine.splits.num_sms):
-            raise ConfigError(f"{args.steps}: step times of {profile.hardware} with {profile.num_sms} SMs, this is "
-                              f"{machine.name} with {machine.splits.num_sms}: measure them here with bullet-run steps")
-        config = dataclasses.replace(config, device=dataclasses.replace(config.device, gpu=opened.gpu.name,
-                                                                        kv_tokens=machine.kv_blocks * 16))
-        if profile is None and args.device == "cpu" and policies.needs_estimator(config.policy.name):
-            say("taking step times, for the estimator to start from")
-            profile = measure_steps(opened, get_model(config.device.model), seed=config.seed)
-        _, summary = serve(config, workload, opened, profile, folder, args, args.record)
+    _, summary = serve.replay(config, engine_of(args), folder, steps=args.steps, record=args.record,
+                              report=not args.no_report, watch=watched(args))
     say(tables.comparison_table([summary]))
-    timing = json.loads((folder / "timing.json").read_text(encoding="utf-8"))
-    for line in host_lines(timing):
-        say(line)
-    print_paths(folder, args, ["requests.parquet, steps.parquet, summary.json, timing.json, config.toml"])
+    say("\n".join(serve.host_lines(json.loads((folder / "timing.json").read_text(encoding="utf-8")))))
+    print_paths(folder, args, RUN_FILES)
     return 0
-
-
-def host_lines(timing: dict[str, Any]) -> list[str]:
-    """Table 5's rows, of this run, in microseconds; the paper's beside them."""
-    paper = {"prediction": "10.2 / 24.5 / 25.8", "reconfiguration": "4.1 / 4.2 / 5.9", "hand_over": "210 / 890 / 1540"}
-    lines = [f"host times on {timing['device']} (mean / P90 / P99 us; the paper's Table 5 on an A100 in brackets):"]
-    for name, row in timing["host"].items():
-        found = "-" if not row["count"] else f"{row['mean_us']:.1f} / {row['p90_us']:.1f} / {row['p99_us']:.1f}"
-        lines.append(f"  {name.replace('_', '-'):<16} {row['count']:>7} x  {found:<24} [{paper[name]}]")
-    return lines
-
-
-# ------------------------------------------------------------------------------------- the other commands
 
 
 def _steps(args: argparse.Namespace) -> int:
-    from bullet.catalog.models import get_model
-    from bullet.errors import ConfigError
-    from bullet.files import create_folder, write_text
-    from bullet.runtime.machine import LEAST_TOKENS, measure_steps, open_machine
+    from bullet.runtime import serve
 
     config = run_config(args)
-    model = get_model(config.device.model)
-    most = args.max_tokens or min(448 if args.device == "cpu" else 8704, model.context_tokens)
-    if not LEAST_TOKENS[args.device] <= most <= model.context_tokens:
-        raise ConfigError(f"--max-tokens {most}: step times take {LEAST_TOKENS[args.device]} or more on {args.device}, up to "
-                          f"{model.name}'s {model.context_tokens}")
     folder = fresh_folder(args.out, f"steps-{args.device}")
-    made = create_folder(folder)
-    try:
-        with open_machine(args.device, config, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
-                          threads=args.threads, say=say) as opened:
-            profile = measure_steps(opened, model, seed=config.seed)
-    except BaseException:
-        if made:
-            with suppress(OSError):  # somebody else's files are in there by now
-                folder.rmdir()
-        raise
-    write_text(folder / "steps.json", profile.to_json())
-    say(f"measured on {profile.hardware} ({profile.partition}), {model.name}")
-    prefills = zip(profile.prefill_tokens, profile.prefill_s, strict=True)
-    say("  prefill, ms at tokens:  " + ", ".join(f"{t}: {s * 1e3:.1f}" for t, s in prefills))
-    for batch, row in zip(profile.batches, profile.decode_s, strict=True):
-        say(f"  decode of {batch}, ms at context:  "
-            + ", ".join(f"{c}: {s * 1e3:.1f}" for c, s in zip(profile.contexts, row, strict=True)))
-    say(f"written to {folder / 'steps.json'}")
+    profile = serve.take_steps(config, engine_of(args), folder, args.max_tokens)
+    say(f"measured on {profile.hardware} ({profile.partition}), {profile.model}")
+    say("\n".join([*serve.step_lines(profile), f"written to {folder / 'steps.json'}"]))
     return 0
 
 
-def policy_of_record(header: dict[str, Any], config: RunConfig, splits: SplitTable) -> Policy:
-    """A fresh policy with the estimator that the recorded one began with."""
-    from bullet.catalog.gpus import GpuSpec
-    from bullet.catalog.models import ModelSpec
-    from bullet.devices.measured import StepProfile
-
-    raw, model = header["gpu"], ModelSpec(**header["model"])
-    gpu = GpuSpec(**{**raw, "compute_capability": tuple(raw["compute_capability"])})
-    profile = None if header["steps"] is None else StepProfile.from_dict(header["steps"])
-    return make_policy_for(config, gpu, splits, estimator_device(model, gpu, profile), model)
-
-
 def _recheck(args: argparse.Namespace) -> int:
-    from bullet.runtime.record import replay
+    from bullet.runtime.serve import recheck
 
-    build: Callable[..., Policy] = policy_of_record
-    decisions, differences = replay(args.record, build)
+    decisions, differences = recheck(args.record)
     for line in differences:
         say(line[:400])
     say(f"{args.record}: {decisions} decisions, " + ("a fresh policy decides the same" if not differences else
@@ -399,9 +199,28 @@ def _recheck(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from bullet.validation.closed_loop import validate
+    from bullet.errors import ConfigError
+    from bullet.runtime.serve import check_parquet
+    from bullet.validation import closed_loop
 
-    return validate(args)
+    folder: Path | None = args.source
+    if folder is None:
+        if args.profile is not None:
+            raise ConfigError("--profile: goes with --from DIR: what simulates the runs of a validation that was measured")
+        check_parquet()
+        config = run_config(args)
+        folder = fresh_folder(args.out, f"validate-{args.device}")
+        create_folder(folder)
+        args.kept = folder
+        names = None if args.policies is None else [n.strip() for n in args.policies.split(",") if n.strip()]
+        closed_loop.measure(config, engine_of(args), folder, policies=names, rate=args.rate, num_requests=args.num_requests,
+                            budget_s=args.budget_s, watch=watched(args))
+    if find_spec("simpy") is None:
+        say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
+        return 0
+    say("\n" + "\n".join(closed_loop.conclude(folder, args.profile)) + f"\n\nwritten to {folder}/: validation.txt, validation.json, "
+        f"{'sweep/, profile/' if (folder / 'profile').is_dir() else 'steps.json'}, real/, sim/")
+    return 0
 
 
 if __name__ == "__main__":

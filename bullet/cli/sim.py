@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bullet.cli.common import (
+    RUN_FILES,
     Parser,
     add_workload_arguments,
     build_config,
-    fresh_folder,
     guarded,
     print_paths,
     progress_bar,
-    safe_name,
-    stops_between_steps,
+    refuse_idle,
+    watched,
     whole,
 )
-
-if TYPE_CHECKING:
-    from bullet.config import RunConfig
-    from bullet.devices.fitted import DeviceModel
-    from bullet.results.columns import RunOutcome
-    from bullet.workload import Workload
-
+from bullet.files import fresh_folder, safe_name
 
 EXAMPLES = """examples:
   bullet-sim list
@@ -99,185 +91,65 @@ def _sim_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _simulate(config: RunConfig, workload: Workload, device: DeviceModel, folder: Path,
-              args: argparse.Namespace) -> tuple[RunOutcome, dict[str, Any]]:
-    """One run into one folder; whatever stops it, its rows are kept."""
-    from bullet.config import to_toml
-    from bullet.results import metrics, page
-    from bullet.results.folder import RunWriter
-    from bullet.sim.run import simulate
-
-    with RunWriter(folder) as writer:
-        args.kept = folder
-        update, close = progress_bar(len(workload), config.policy.name, args.quiet)
-        started = time.perf_counter()
-        try:
-            with stops_between_steps(writer, args):
-                outcome = simulate(config, workload=workload, device=device, writer=writer, progress=update)
-                wall_s = time.perf_counter() - started
-        finally:
-            close()
-        summary = metrics.summarise(outcome)
-        writer.close(outcome, summary, metrics.timing(outcome, wall_s))
-    if writer.stopping:
-        raise KeyboardInterrupt  # too late for this run, which is whole; not for what would follow
-    if not args.no_report:
-        page.write_run_report(folder, outcome, summary, to_toml(outcome.config))
-    return outcome, summary
-
-
-def _prepare(args: argparse.Namespace, names: Sequence[str | None]) -> tuple[list[RunConfig], Workload, DeviceModel]:
-    """Everything that can be wrong, found before anything is written."""
-    from bullet import policies
-    from bullet.devices.load import load_device
-    from bullet.errors import ConfigError
-    from bullet.sim.run import simulate
-    from bullet.workload import load_workload
-
-    configs = [build_config(args, name) for name in names]
-    chosen = [config.policy.name for config in configs]
-    for name in chosen:
-        policies.check_name(name)
-    if args.estimator is not None and not any(policies.needs_estimator(name) for name in chosen):
-        raise ConfigError(f"--estimator {args.estimator} has no effect: {', '.join(chosen)} predicts nothing")
-    workload = load_workload(configs[0].workload, configs[0].seed)
-    # The count that None stands for, so that the stored configuration is whole.
-    configs = [dataclasses.replace(c, workload=dataclasses.replace(c.workload, num_requests=len(workload))) for c in configs]
-    device = load_device(configs[0].device)
-    # A wrong option shows when the policy is built: try all of them on no request before the first of several long runs.
-    nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
-                                  output_tokens=workload.output_tokens[:0])
-    if len(configs) > 1:
-        configs = _share_options(configs, lambda config: simulate(config, workload=nothing, device=device))
-    return configs, workload, device
-
-
-def _share_options(configs: Sequence[RunConfig], build: Callable[[RunConfig], object]) -> list[RunConfig]:
-    """Each policy of a comparison with those of the options that it has; an option that none has is refused."""
-    from bullet.errors import ConfigError, UnknownOptionError
-
-    shared: list[RunConfig] = []
-    refusals: dict[str, list[str]] = {}
-    for config in configs:
-        fitting: RunConfig | None = None
-        while fitting is None:
-            try:
-                build(config)
-                fitting = config
-            except UnknownOptionError as exc:
-                if exc.option not in config.policy.options:
-                    raise
-                refusals.setdefault(exc.option, []).append(str(exc))
-                options = {name: value for name, value in config.policy.options.items() if name != exc.option}
-                config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, options=options))
-        shared.append(fitting)
-    for messages in refusals.values():
-        if len(messages) == len(configs):
-            raise ConfigError("; ".join(messages))
-    return shared
-
-
-def _option_notes(configs: Sequence[RunConfig]) -> list[str]:
-    """Which options went to some of the policies only."""
-    names = sorted({name for config in configs for name in config.policy.options})
-    takers = {name: [c.policy.name for c in configs if name in c.policy.options] for name in names}
-    return [f"policy.options.{name} is an option of {', '.join(found)} only" for name, found in takers.items()
-            if len(found) < len(configs)]
-
-
 def _run(args: argparse.Namespace) -> int:
-    from bullet.results import tables
+    from bullet import api
 
-    (config,), workload, device = _prepare(args, [None])
+    config = build_config(args)
+    refuse_idle(args, [config.policy.name], "estimator")
     folder = fresh_folder(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
-    _, summary = _simulate(config, workload, device, folder, args)
-    print(tables.comparison_table([summary]))
-    print_paths(folder, args, ["requests.parquet, steps.parquet, summary.json, timing.json, config.toml"])
+    print(api.simulate(config, out=folder, report=not args.no_report, watch=watched(args)).table())
+    print_paths(folder, args, RUN_FILES)
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from bullet.config import to_toml
-    from bullet.errors import ConfigError
-    from bullet.files import create_folder, write_text
-    from bullet.results import page, tables
-    from bullet.results.columns import StepTable
+    from bullet import api
 
-    names = [name.strip() for name in args.policies.split(",") if name.strip()]
-    folders = [safe_name(name) for name in names]
-    if not names or len(set(folders)) < len(names):
-        raise ConfigError(f"--policies {args.policies!r}: must name each policy once, separated by commas")
-    configs, workload, device = _prepare(args, names)
-    folder = fresh_folder(args.out, f"compare-{Path(configs[0].workload.trace).name}")
-    create_folder(folder)
-    outcomes, summaries = [], []
-    for config, name in zip(configs, folders, strict=True):
-        outcome, summary = _simulate(config, workload, device, folder / name, args)
-        # The comparison draws requests only: the steps, ten times as many, need not wait in memory.
-        outcomes.append(dataclasses.replace(outcome, steps=StepTable.from_rows([])))
-        summaries.append(summary)
-        tables.write_comparison(folder, summaries)
-    table = tables.comparison_table(summaries)
-    table = "\n".join([table, *_option_notes(configs)])
-    write_text(folder / "comparison.txt", table + "\n")
-    if not args.no_report:
-        page.write_comparison_report(folder, outcomes, summaries, [folder / name for name in folders],
-                                       to_toml(outcomes[0].config))
-    print(table)
-    print_paths(folder, args, ["comparison.txt, comparison.csv, comparison.json", *(f"{name}/" for name in folders)])
+    config, names = build_config(args), api.split_names(args.policies)
+    refuse_idle(args, names, "estimator")
+    folder = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
+    print(api.table(api.compare(config, args.policies, out=folder, report=not args.no_report, watch=watched(args))))
+    print_paths(folder, args, "comparison.txt, comparison.csv, comparison.json", *(f"{safe_name(name)}/" for name in names))
     return 0
 
 
 def _validate(args: argparse.Namespace) -> int:
+    from functools import partial
+
     from bullet.errors import ConfigError
     from bullet.files import create_folder
-    from bullet.validation import recorded as validate
 
     if args.target == "serving":
-        return _validate_serving(args)
-    if args.jitters is None:
-        args.jitters = len(validate.JITTER_SEEDS)
-    if not 0 <= args.jitters <= 1000:
-        raise ConfigError(f"--jitters {args.jitters}: must be 0 to 1000")
-    if args.ingredients and not args.jitters:
-        raise ConfigError("--ingredients: compares means over --jitters runs, of which there are 0")
-    recorded = validate.load_recorded(args.target, args.data)
-    ingredients = validate.INGREDIENTS if args.ingredients else ()
+        from bullet.validation import serving as validation
+        from bullet.validation import serving_points
+
+        if args.jitters is not None or args.ingredients:
+            raise ConfigError(f"{'--ingredients' if args.ingredients else '--jitters'}: has no effect on validate serving, which "
+                              "draws its requests")
+        points = serving_points.shipped() + ([] if args.data is None else serving_points.unlicensed(args.data))
+        runs, validate = validation.runs_of(points), partial(validation.validate, points)
+    else:
+        from bullet.validation import comparison as validation
+        from bullet.validation.recorded import load_recorded
+        from bullet.validation.replay import INGREDIENTS, JITTER_SEEDS
+
+        jitters = len(JITTER_SEEDS) if args.jitters is None else args.jitters
+        if not 0 <= jitters <= 1000:
+            raise ConfigError(f"--jitters {jitters}: must be 0 to 1000")
+        if args.ingredients and not jitters:
+            raise ConfigError("--ingredients: compares means over --jitters runs, of which there are 0")
+        ingredients = INGREDIENTS if args.ingredients else ()
+        runs, validate = validation.runs_of(jitters, ingredients), partial(
+            validation.validate, load_recorded(args.target, args.data), seeds=range(jitters), ingredients=ingredients)
     folder = fresh_folder(args.out, f"validate-{args.target}")
     create_folder(folder)
-    update, close = progress_bar(validate.runs_of(args.jitters, ingredients), "validate", args.quiet, "run")
+    update, close = progress_bar(runs, "validate", args.quiet, "run")
     try:
-        found = validate.validate(recorded, seeds=range(args.jitters), ingredients=ingredients, progress=update)
+        found = validate(progress=update)
     finally:
         close()
-    validate.write(folder, found)
-    print(validate.table(found))
-    print(f"written to {folder}/:\n  validate.json, validate.txt, validate.png, requests.csv")
-    return 0
-
-
-def _validate_serving(args: argparse.Namespace) -> int:
-    from bullet.errors import ConfigError
-    from bullet.files import create_folder
-    from bullet.validation import serving as validate_serving
-    from bullet.validation import serving_points
-
-    if args.jitters is not None or args.ingredients:
-        raise ConfigError(f"{'--ingredients' if args.ingredients else '--jitters'}: has no effect on validate serving, which "
-                          "draws its requests")
-    points = serving_points.shipped()
-    if args.data is not None:
-        points += serving_points.unlicensed(args.data)
-    folder = fresh_folder(args.out, "validate-serving")
-    create_folder(folder)
-    update, close = progress_bar(validate_serving.runs_of(points), "validate", args.quiet, "run")
-    try:
-        found = validate_serving.validate(points, update)
-    finally:
-        close()
-    validate_serving.write(folder, found)
-    print(validate_serving.table(found))
-    print(f"written to {folder}/:\n  validate.json, validate.txt, validate.png, points.csv")
+    print(validation.write(folder, found))
+    print(f"written to {folder}/:\n  validate.json, validate.txt, validate.png, {validation.ROWS}")
     return 0
 
 

@@ -8,12 +8,20 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bullet.errors import BulletError, ConfigError
 from bullet.policies.base import Policy, PolicyContext
 
-__all__ = ["POLICIES", "Policy", "PolicyContext", "check_name", "describe", "is_custom", "make_policy", "needs_estimator"]
+if TYPE_CHECKING:
+    from bullet.catalog.gpus import GpuSpec
+    from bullet.catalog.models import ModelSpec
+    from bullet.config import RunConfig
+    from bullet.devices.fitted import DeviceModel
+    from bullet.state import SplitTable
+
+__all__ = ["POLICIES", "Policy", "PolicyContext", "build_policy", "check_name", "describe", "is_custom", "make_policy",
+           "needs_estimator"]
 
 
 class Entry(NamedTuple):
@@ -97,6 +105,19 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
         raise ConfigError(f"{name}: is not a policy: it needs lanes, next_step(lane, state, now_s) and "
                           "observe(step, elapsed_s)")
     return policy
+
+
+def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None) -> Policy:
+    """The policy that a configuration names; its estimator, where it asks one, starts from ``device``."""
+    from bullet.estimators.make import make_estimator
+
+    chosen, estimator = config.policy, None
+    assert config.slo.tpot_s is not None
+    if needs_estimator(chosen.name):
+        assert device is not None
+        estimator = make_estimator(chosen.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
+                                   seed=config.seed, recalibrate=chosen.recalibrate, error=chosen.estimator_error)
+    return make_policy(chosen.name, PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator, chosen.options))
 
 
 def load_custom(name: str) -> Callable[[PolicyContext], Policy]:

@@ -29,16 +29,12 @@ from bullet.profiler.bench import Bench, CpuBench, SimulatedBench
 from bullet.profiler.sweep import SweepResult, closing_seconds, run_prefix, run_sweep
 from bullet.profiles.journal import Journal, read_journal
 from bullet.profiles.rows import ENGINE_PHASES, finalise
+from bullet.signals import Say, silent
 
-Say = Callable[[str], None]
 CPU_BUDGET_S = 45.0
 DEVICES = ("cuda", "cpu", "simulated")
 BACKENDS = ("auto", "green-context", "software", "none")
 SKIPPABLE = (*planning.OPS, *ENGINE_PHASES)
-
-
-def silent(line: str) -> None:
-    """A ``say`` that says nothing."""
 
 
 @dataclass(frozen=True)

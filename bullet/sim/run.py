@@ -15,9 +15,8 @@ from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import kv_capacity_tokens, load_device
 from bullet.errors import ConfigError
-from bullet.estimators.make import make_estimator
-from bullet.policies import make_policy, needs_estimator
-from bullet.policies.base import Policy, PolicyContext
+from bullet.policies import build_policy
+from bullet.policies.base import Policy
 from bullet.results.columns import RunOutcome
 from bullet.sim.driver import ListSink, Recorder, Simulation
 from bullet.state import SplitTable
@@ -52,7 +51,7 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
         raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
     splits = build_splits(config, device.num_sms)
     if policy is None:
-        policy = _build_policy(config, device, splits)
+        policy = build_policy(config, get_model(config.device.model), get_gpu(config.device.gpu), splits, device)
     sink: Any = writer if writer is not None else ListSink()
     if writer is not None:
         writer.resolved(config, len(workload))
@@ -76,19 +75,6 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     finally:
         if collecting:
             gc.enable()
-
-
-def _build_policy(config: RunConfig, device: DeviceModel, splits: SplitTable) -> Policy:
-    slo_tpot_s = config.slo.tpot_s
-    assert slo_tpot_s is not None
-    model, gpu = get_model(config.device.model), get_gpu(config.device.gpu)
-    estimator = None
-    if needs_estimator(config.policy.name):
-        estimator = make_estimator(config.policy.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
-                                   seed=config.seed, recalibrate=config.policy.recalibrate,
-                                   error=config.policy.estimator_error)
-    return make_policy(config.policy.name, PolicyContext(model, gpu, splits, slo_tpot_s, estimator,
-                                                         config.policy.options))
 
 
 def _outcome(run: Simulation, config: RunConfig, workload: Workload, sink: Any) -> RunOutcome:

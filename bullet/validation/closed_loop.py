@@ -11,12 +11,10 @@ model's config.json too, so that it can run later and elsewhere (``--from``), wh
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,24 @@ import numpy as np
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import MODELS, ModelSpec, get_model
-from bullet.cli.common import fresh_folder, safe_name
 from bullet.config import RunConfig, load_run_config, resolve_slo
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import load_device
 from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ConfigError, ProfileError, ResultsError
-from bullet.files import create_folder, write_json, write_text
+from bullet.files import create_folder, safe_name, write_json, write_text
+from bullet.policies import build_policy, check_name
+from bullet.profiler import plan, session
 from bullet.results.columns import StepTable
 from bullet.results.folder import load_run
+from bullet.runtime import machine as machines
+from bullet.runtime.serve import Engine, on_machine, serve
+from bullet.signals import Watch, unwatched
 from bullet.state import SplitTable
 from bullet.workload import Workload, load_workload
 
-CPU_POLICIES = "bullet,naive,sglang-64,vllm-256"
-GPU_POLICIES = "bullet,sglang-1024,vllm-1024,naive"
+CPU_POLICIES = ("bullet", "naive", "sglang-64", "vllm-256")
+GPU_POLICIES = ("bullet", "sglang-1024", "vllm-1024", "naive")
 """In order of importance: a budget cuts the list at its end."""
 FIGURES = (("mean TTFT ms", "mean_ttft_ms"), ("P90 TTFT ms", "p90_ttft_ms"), ("mean TPOT ms", "mean_tpot_ms"),
            ("P90 TPOT ms", "p90_tpot_ms"), ("req/s", "request_throughput"), ("tokens/s", "output_throughput"))
@@ -48,106 +50,76 @@ CLOSING_S = 8.0
 LEAST_REQUESTS = 8
 
 
-def validate(args: argparse.Namespace) -> int:
-    """Measure (unless ``--from``), simulate, print one table, keep it as validation.txt and validation.json."""
-    from bullet.cli import run as run_cli
-
-    if args.profile is not None and args.source is None:
-        raise ConfigError("--profile: goes with --from DIR: what simulates the runs of a validation that was measured")
-    if args.source is not None:
-        folder = args.source
-    else:
-        run_cli.check_parquet()
-        folder = fresh_folder(args.out, f"validate-{args.device}")
-        create_folder(folder)
-        args.kept = folder
-        measure(args, folder)
-    if find_spec("simpy") is None:
-        run_cli.say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
-        return 0
-    result = compare(folder, args.profile)
-    lines = table(result)
-    write_json(folder / "validation.json", result)
-    write_text(folder / "validation.txt", "\n".join(lines) + "\n")
-    run_cli.say("\n" + "\n".join(lines) + f"\n\nwritten to {folder}/: validation.txt, validation.json, "
-                f"{'sweep/, profile/' if (folder / 'profile').is_dir() else 'steps.json'}, real/, sim/")
-    return 0
-
-
 # ------------------------------------------------------------------------------------------------ measured
 
 
-def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Step times before and after, and a real run of each policy, into ``folder``."""
-    from bullet import policies
-    from bullet.cli import run as run_cli
-    from bullet.runtime.machine import measure_steps, open_machine
+def measure(config: RunConfig, engine: Engine, folder: Path, *, policies: Sequence[str] | None = None,
+            rate: float | None = None, num_requests: int | None = None, budget_s: float | None = None,
+            watch: Watch = unwatched) -> None:
+    """Step times before and after, and a real run of each policy, into ``folder``, which must be fresh.
 
-    cpu = args.device == "cpu"
-    names = [n.strip() for n in (args.policies or (CPU_POLICIES if cpu else GPU_POLICIES)).split(",") if n.strip()]
+    ``rate``: default :data:`LOAD_SHARE` of what the step times allow. ``budget_s``: be done within it, with fewer requests, then
+    fewer policies. ``config``: of :func:`bullet.runtime.serve.real_config`; its trace and policy are not used.
+    """
+    cpu = engine.cpu
+    names = policies if policies is not None else CPU_POLICIES if cpu else GPU_POLICIES
     if not names:
         raise ConfigError("--policies: names at least one")
     for name in names:
-        policies.check_name(name)
-    if args.budget_s is not None and args.budget_s <= 0:
-        raise ConfigError(f"--budget-s {args.budget_s:g}: must be positive")
-    base = run_cli.run_config(args)
-    model = get_model(base.device.model)
-    if base.device.model.endswith(".json"):
-        keep_model(Path(base.device.model), folder)
-    most = min(448 if cpu else 8704, model.context_tokens)
-    args.no_report = True
+        check_name(name)
+    if budget_s is not None and budget_s <= 0:
+        raise ConfigError(f"--budget-s {budget_s:g}: must be positive")
+    model = get_model(config.device.model)
+    create_folder(folder)
+    if config.device.model.endswith(".json"):
+        keep_model(Path(config.device.model), folder)
     started = time.monotonic()
 
     def say(text: str) -> None:
-        run_cli.say(f"[{time.monotonic() - started:4.0f} s] {text}")
+        engine.say(f"[{time.monotonic() - started:4.0f} s] {text}")
 
     def left_s() -> float:
-        assert args.budget_s is not None
-        return float(args.budget_s - CLOSING_S - (time.monotonic() - started))
+        assert budget_s is not None
+        return budget_s - CLOSING_S - (time.monotonic() - started)
 
     profile = None
     if cpu:
         say("check: a CPU has no SM partitions to prove; lanes take turns, and everything is labelled CPU")
-        sweep(args, base, folder / "sweep", say)
-        profile = profile_of_sweep(folder, model).shown(get_gpu(base.device.gpu))
+        sweep(config, engine, folder / "sweep", budget_s, say)
+        profile = profile_of_sweep(folder, model).shown(get_gpu(config.device.gpu))
         say(f"profile of its rows: {folder / 'profile'}/steps.json, interpolated (nothing is fitted to a CPU: SOURCE.md there)")
     steps_s = time.monotonic() - started
-    with open_machine(args.device, base, most, weights=args.weights, backend=args.backend, allow_busy=args.allow_busy,
-                      threads=args.threads, say=say) as opened:
-        machine = opened.machine
-        say(f"{machine.name}; partition: {machine.partition}")
+    with engine.open(config, engine.step_tokens(model)) as opened:
+        say(f"{opened.machine.name}; partition: {opened.machine.partition}")
         if profile is None:
             began = time.monotonic()
-            profile = measure_steps(opened, model, seed=base.seed, repeats=3)
+            profile = machines.measure_steps(opened, model, seed=config.seed, repeats=3)
             steps_s = time.monotonic() - began
             write_text(folder / "steps.json", profile.to_json())
             say("step times taken")
-        rate = args.rate or LOAD_SHARE * capacity(profile, cpu)
-        count = args.num_requests or (100 if cpu else 60)
-        if args.budget_s is not None:
+        rate = rate or LOAD_SHARE * capacity(profile, cpu)
+        count = num_requests or (100 if cpu else 60)
+        if budget_s is not None:
             names, count = fitting(names, count, rate, left_s())
-            say(f"within {args.budget_s:g} s: {count} requests each for {', '.join(names)}")
-        write_text(folder / "trace.csv", synthetic(count, rate, cpu, base.seed))
-        config = dataclasses.replace(
-            base, workload=dataclasses.replace(base.workload, trace=str(folder / "trace.csv"), arrivals="recorded",
-                                               num_requests=None, rate_req_per_s=None),
-            device=dataclasses.replace(base.device, gpu=opened.gpu.name, kv_tokens=machine.kv_blocks * 16))
-        workload = load_workload(config.workload, config.seed)
-        config = dataclasses.replace(config, slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
+            say(f"within {budget_s:g} s: {count} requests each for {', '.join(names)}")
+        write_text(folder / "trace.csv", synthetic(count, rate, cpu, config.seed))
+        asked = on_machine(dataclasses.replace(config, workload=dataclasses.replace(
+            config.workload, trace=str(folder / "trace.csv"), arrivals="recorded", num_requests=None, rate_req_per_s=None)), opened)
+        workload = load_workload(asked.workload, asked.seed)
+        asked = dataclasses.replace(asked, slo=resolve_slo(asked.slo, asked.workload.trace, workload.mean_prompt_tokens))
         for name in names:
-            one = dataclasses.replace(config, policy=dataclasses.replace(config.policy, name=name))
-            _, summary = run_cli.serve(one, workload, opened, profile, folder / "real" / safe_name(name), args)
+            one = dataclasses.replace(asked, policy=dataclasses.replace(asked.policy, name=name))
+            _, summary = serve(one, workload, opened, profile, folder / "real" / safe_name(name), report=False, watch=watch)
             say(f"{name}: {summary['completed']} of {summary['offered']} requests at {rate:.2f} req/s, mean TTFT "
                 f"{summary['mean_ttft_ms'] or 0:.0f} ms")
-        if args.budget_s is not None and left_s() < steps_s:
+        if budget_s is not None and left_s() < steps_s:
             say("no time is left to take the step times again: the drift stays unknown")
             return
         try:
             if cpu:
-                sweep(args, base, folder / "sweep-after", say, again=True)
+                sweep(config, engine, folder / "sweep-after", budget_s, say, again=True)
             else:
-                after = measure_steps(opened, model, seed=base.seed, repeats=1, corun_s=0.2)
+                after = machines.measure_steps(opened, model, seed=config.seed, repeats=1, corun_s=0.2)
                 write_text(folder / "steps-after.json", after.to_json())
         except ProfileError as exc:  # the runs are there: they are worth their table without it
             say(f"no second step times ({exc}): the drift stays unknown")
@@ -168,16 +140,15 @@ SWEEP_S = 45.0
 """Budget of a CPU's sweep, which takes a quarter of it on an idle core."""
 
 
-def sweep(args: argparse.Namespace, base: RunConfig, out: Path, say: Callable[[str], None], *, again: bool = False) -> None:
+def sweep(config: RunConfig, engine: Engine, out: Path, budget_s: float | None, say: Callable[[str], None], *,
+          again: bool = False) -> None:
     """``bullet-profile sweep --device cpu`` of the engine's layers and steps into ``out``, as the command does it; ``again``: the
     steps alone. Torch's operations play no part here, and a busy machine changes while they are swept."""
-    from bullet.profiler import plan, session
-
-    budget_s = SWEEP_S if args.budget_s is None else min(SWEEP_S, 0.3 * args.budget_s)
+    budget_s = SWEEP_S if budget_s is None else min(SWEEP_S, 0.3 * budget_s)
     wanted = {"gemm_lm_head", *(() if again else plan.ENGINE_LAYERS)}
     # Its plan and summary are in its folder.
-    result = session.sweep(session.Target("cpu", threads=args.threads), out, model=base.device.model, budget_s=budget_s,
-                           seed=base.seed, skip=[op for op in plan.OPS if op not in wanted])
+    result = session.sweep(session.Target("cpu", threads=engine.threads), out, model=config.device.model, budget_s=budget_s,
+                           seed=config.seed, skip=[op for op in plan.OPS if op not in wanted])
     if result.status in (130, 143):
         raise KeyboardInterrupt
     if result.status:
@@ -268,9 +239,18 @@ def device_of(config: RunConfig, steps: StepProfile, given: Path | None) -> Devi
     return MeasuredDevice(steps, get_model(config.device.model), gpu)
 
 
+def conclude(folder: Path, given: Path | None = None) -> list[str]:
+    """Simulate the runs that :func:`measure` left in ``folder``, on the folder of a fit if one is ``given``. The table's lines, also
+    kept as validation.txt and validation.json."""
+    result = compare(folder, given)
+    lines = table(result)
+    write_json(folder / "validation.json", result)
+    write_text(folder / "validation.txt", "\n".join(lines) + "\n")
+    return lines
+
+
 def compare(folder: Path, given: Path | None = None) -> dict[str, Any]:
     """Simulate every real run of the folder on its profile; figures of both sides, and of steps by lane and SMs."""
-    from bullet.cli import run as run_cli
     from bullet.results import metrics
     from bullet.sim.run import simulate
 
@@ -291,7 +271,7 @@ def compare(folder: Path, given: Path | None = None) -> dict[str, Any]:
         device = device_of(config, profile, given)
         source = device.source
         gpu = dataclasses.replace(get_gpu(config.device.gpu), num_sms=profile.num_sms)
-        policy = run_cli.make_policy_for(config, gpu, splits_of(profile, config), device)
+        policy = build_policy(config, get_model(config.device.model), gpu, splits_of(profile, config), device)
         outcome = simulate(config, workload=workload, device=device, policy=policy)
         summary = metrics.summarise(outcome)
         (folder / "sim").mkdir(exist_ok=True)

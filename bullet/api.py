@@ -1,0 +1,272 @@
+"""The package from a script or a notebook: simulate, compare, read back, look at frames and figures. docs/api.md is its manual.
+
+``from bullet import simulate, compare, load_run`` loads nothing before one of them is used; pandas and matplotlib are imported
+by the properties and methods that give frames and figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bullet import policies as known_policies
+from bullet.config import RunConfig, load_run_config, to_toml
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.load import load_device
+from bullet.errors import ConfigError, ResultsError, UnknownOptionError
+from bullet.files import create_folder, safe_name, write_text
+from bullet.results import folder as folders
+from bullet.results import metrics, page, plots, tables
+from bullet.results.columns import RequestTable, RunOutcome, StepTable, Table
+from bullet.signals import Watch, unwatched
+from bullet.workload import Workload, load_workload
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+Config = RunConfig | Mapping[str, Any] | str | Path
+"""A configuration: whole, or keys over the defaults (dotted as of ``--set``, or nested as in a file), or a TOML file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run, simulated or measured, whole or stopped. ``folder``: where it is kept, if it is.
+
+    ``summary``: the figures of summary.json (docs/results.md says what each one is); ``summary["complete"]`` is false for a run
+    that was stopped, which has requests and steps but no figures.
+    """
+
+    config: RunConfig
+    summary: Mapping[str, Any]
+    folder: Path | None
+    request_table: RequestTable = field(repr=False)
+    steps_kept: StepTable | None = field(default=None, repr=False)
+
+    @cached_property
+    def step_table(self) -> StepTable:
+        """Steps as numpy columns; read from the folder where they are not in memory."""
+        if self.steps_kept is not None:
+            return self.steps_kept
+        assert self.folder is not None
+        table: StepTable = folders.read_table(self.folder / "steps.parquet", StepTable)
+        return table
+
+    @cached_property
+    def requests(self) -> DataFrame:
+        """A row a request: the columns of requests.parquet, and ``ttft_s``, ``tpot_s``, ``e2e_s``, seconds: NaN where the request
+        did not finish, and TPOT of one-token outputs. Needs pandas."""
+        table = self.request_table
+        tokens = table["output_tokens"]
+        done = np.where(table["status"] == "finished", 1.0, np.nan)
+        frame = _frame(table)
+        frame["ttft_s"] = (table["first_token_s"] - table["arrival_s"]) * done
+        frame["tpot_s"] = (table["finish_s"] - table["first_token_s"]) / np.where(tokens > 1, tokens - 1, np.nan) * done
+        frame["e2e_s"] = (table["finish_s"] - table["arrival_s"]) * done
+        return frame
+
+    @cached_property
+    def steps(self) -> DataFrame:
+        """A row a step: the columns of steps.parquet; ``predicted_s`` is NaN where the policy predicts nothing. Needs pandas."""
+        return _frame(self.step_table)
+
+    def table(self) -> str:
+        """What ``bullet-sim run`` prints."""
+        return table([self])
+
+    def plot_latency(self) -> Figure:
+        """Distributions of TTFT and TPOT."""
+        return plot_latency([self])
+
+    def plot_sms(self, window_s: float = plots.WINDOW_S) -> Figure:
+        """Who holds the SMs: the whole run, and ``window_s`` seconds from its middle step by step."""
+        return plots.plot_sm_share(self.step_table, _figures(self), window_s)
+
+
+def _frame(table: Table) -> DataFrame:
+    try:
+        import pandas as pd
+    except ImportError as exc:
+        raise ResultsError(f"pandas is not installed ({exc}): pip install 'bullet-llm[pandas]'") from None
+    return pd.DataFrame({name: table[name] for name in table.columns})
+
+
+def _figures(run: Run) -> Mapping[str, Any]:
+    if not run.summary["complete"]:
+        raise ResultsError(f"{run.folder}: the run was stopped ({run.summary.get('why', 'no reason given')}): it has rows, but no "
+                           "figures for a table or a plot")
+    return run.summary
+
+
+# ------------------------------------------------------------------------------------------- several runs
+
+
+def table(runs: Sequence[Run]) -> str:
+    """What ``bullet-sim compare`` prints: one run a row."""
+    return "\n".join([tables.comparison_table([_figures(run) for run in runs]), *option_notes([run.config for run in runs])])
+
+
+def plot_latency(runs: Sequence[Run]) -> Figure:
+    """Distributions of TTFT and TPOT, one curve a run."""
+    return plots.plot_cdfs([run.request_table for run in runs], [_figures(run) for run in runs])
+
+
+def plot_comparison(runs: Sequence[Run]) -> Figure:
+    """Latencies, throughput, attainment and where SM time went, one bar a run."""
+    return plots.plot_comparison([_figures(run) for run in runs])
+
+
+# ------------------------------------------------------------------------------------------- running, reading
+
+
+def configuration(config: Config) -> RunConfig:
+    """A whole configuration of what :data:`Config` may be; :class:`ConfigError` names the key that is wrong."""
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, Mapping):
+        return load_run_config(None, _dotted(config))
+    return load_run_config(config)
+
+
+def _dotted(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def simulate(config: Config, *, out: str | Path | None = None, report: bool = True, watch: Watch = unwatched) -> Run:
+    """Simulate one run: ``simulate({"policy.name": "bullet", "workload.trace": "azure-code", "workload.rate_req_per_s": 5})``.
+
+    ``out``: a fresh folder to keep it in, as ``bullet-sim run`` does, with plots and a page unless ``report`` is false; without
+    one nothing is written. Whatever stops it, the rows in a folder are kept. A :class:`~bullet.errors.BulletError` says in one
+    line what is wrong, before anything is written.
+    """
+    (resolved,), workload, device = prepare([configuration(config)])
+    return _simulate(resolved, workload, device, None if out is None else Path(out), report, watch)[0]
+
+
+def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | None = None, report: bool = True,
+            watch: Watch = unwatched) -> list[Run]:
+    """The same requests under each of ``policies`` (names, or "A,B,.."), one run each, in order; otherwise as :func:`simulate`.
+
+    An option goes to the policies that have it; one that none has is refused. ``out``: a folder with one a run in it and the
+    comparison's own files, as ``bullet-sim compare`` makes it.
+    """
+    given = policies if isinstance(policies, str) else ",".join(policies)
+    policies = split_names(given)
+    names = [safe_name(name) for name in policies]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--policies {given!r}: must name each policy once, separated by commas")
+    base = configuration(config)
+    configs, workload, device = prepare([
+        dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies])
+    if out is None:
+        return [_simulate(one, workload, device, None, report, watch)[0] for one in configs]
+    folder = Path(out)
+    create_folder(folder)
+    runs, outcomes, summaries = [], [], []
+    for one, name in zip(configs, names, strict=True):
+        run, outcome, summary = _simulate(one, workload, device, folder / name, report, watch)
+        # The comparison draws requests only: the steps, ten times as many, need not wait in memory.
+        runs.append(dataclasses.replace(run, steps_kept=None))
+        outcomes.append(dataclasses.replace(outcome, steps=StepTable.from_rows([])))
+        summaries.append(summary)
+        tables.write_comparison(folder, summaries)
+    write_text(folder / "comparison.txt", table(runs) + "\n")
+    if report:
+        page.write_comparison_report(folder, outcomes, summaries, [folder / name for name in names], to_toml(runs[0].config))
+    return runs
+
+
+def split_names(text: str) -> list[str]:
+    """``A,B,..`` as a list."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def load_run(folder: str | Path) -> Run:
+    """A run's folder read back, simulated or measured, of this version or an earlier one; of a stopped run, what there is."""
+    stored = folders.load_run(Path(folder))
+    return Run(stored.config, stored.summary, Path(folder), stored.requests, stored.steps)
+
+
+def _simulate(config: RunConfig, workload: Workload, device: DeviceModel, folder: Path | None, report: bool,
+              watch: Watch) -> tuple[Run, RunOutcome, dict[str, Any]]:
+    """One run, into one folder if there is one; whatever stops it, its rows are kept."""
+    from bullet.sim.run import simulate as run_simulation
+
+    def go(writer: folders.RunWriter | None) -> RunOutcome:
+        with watch(writer, len(workload), config.policy.name) as progress:
+            return run_simulation(config, workload=workload, device=device, writer=writer, progress=progress)
+
+    if folder is None:
+        outcome = go(None)
+        summary = metrics.summarise(outcome)
+    else:
+        with folders.RunWriter(folder) as writer:
+            started = time.perf_counter()
+            outcome = go(writer)
+            wall_s = time.perf_counter() - started
+            summary = metrics.summarise(outcome)
+            writer.close(outcome, summary, metrics.timing(outcome, wall_s))
+        if writer.stopping:
+            raise KeyboardInterrupt  # too late for this run, which is whole; not for what would follow
+        if report:
+            page.write_run_report(folder, outcome, summary, to_toml(outcome.config))
+    return Run(outcome.config, {"complete": True, **summary}, folder, outcome.requests, outcome.steps), outcome, summary
+
+
+def prepare(configs: Sequence[RunConfig]) -> tuple[list[RunConfig], Workload, DeviceModel]:
+    """Everything that can be wrong, found before anything is written. ``configs`` differ in their policies alone."""
+    from bullet.sim.run import simulate as run_simulation
+
+    for config in configs:
+        known_policies.check_name(config.policy.name)
+    workload = load_workload(configs[0].workload, configs[0].seed)
+    # The count that None stands for, so that the stored configuration is whole.
+    configs = [dataclasses.replace(c, workload=dataclasses.replace(c.workload, num_requests=len(workload))) for c in configs]
+    device = load_device(configs[0].device)
+    # A wrong option shows when the policy is built: try all of them on no request before the first of several long runs.
+    nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
+                                  output_tokens=workload.output_tokens[:0])
+    if len(configs) > 1:
+        configs = share_options(configs, lambda config: run_simulation(config, workload=nothing, device=device))
+    return list(configs), workload, device
+
+
+def share_options(configs: Sequence[RunConfig], build: Callable[[RunConfig], object]) -> list[RunConfig]:
+    """Each policy of a comparison with those of the options that it has; an option that none has is refused."""
+    shared: list[RunConfig] = []
+    refusals: dict[str, list[str]] = {}
+    for config in configs:
+        fitting: RunConfig | None = None
+        while fitting is None:
+            try:
+                build(config)
+                fitting = config
+            except UnknownOptionError as exc:
+                if exc.option not in config.policy.options:
+                    raise
+                refusals.setdefault(exc.option, []).append(str(exc))
+                options = {name: value for name, value in config.policy.options.items() if name != exc.option}
+                config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, options=options))
+        shared.append(fitting)
+    for messages in refusals.values():
+        if len(messages) == len(configs):
+            raise ConfigError("; ".join(messages))
+    return shared
+
+
+def option_notes(configs: Sequence[RunConfig]) -> list[str]:
+    """Which options went to some of the policies only."""
+    names = sorted({name for config in configs for name in config.policy.options})
+    takers = {name: [c.policy.name for c in configs if name in c.policy.options] for name in names}
+    return [f"policy.options.{name} is an option of {', '.join(found)} only" for name, found in takers.items()
+            if len(found) < len(configs)]
