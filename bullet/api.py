@@ -61,8 +61,8 @@ class Run:
 
     @cached_property
     def requests(self) -> DataFrame:
-        """A row a request: the columns of requests.parquet, and ``ttft_s``, ``tpot_s``, ``e2e_s``, seconds: NaN where the request
-        did not finish, and TPOT of one-token outputs. Needs pandas."""
+        """A row a request: the columns of requests.parquet, and ``ttft_s``, ``tpot_s``, ``e2e_s`` (seconds; NaN where the request
+        did not finish, and TPOT of one-token outputs). Needs pandas."""
         table = self.request_table
         tokens = table["output_tokens"]
         done = np.where(table["status"] == "finished", 1.0, np.nan)
@@ -100,8 +100,8 @@ def _frame(table: Table) -> DataFrame:
 
 def _figures(run: Run) -> Mapping[str, Any]:
     if not run.summary["complete"]:
-        raise ResultsError(f"{run.folder}: the run was stopped ({run.summary.get('why', 'no reason given')}): it has rows, but no "
-                           "figures for a table or a plot")
+        why = run.summary.get("why", "no reason given")
+        raise ResultsError(f"{run.folder}: the run was stopped ({why}): it has rows, but no figures for a table or a plot")
     return run.summary
 
 

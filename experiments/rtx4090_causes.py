@@ -31,22 +31,10 @@ from bullet.catalog.models import get_model
 from bullet.devices.table import TableDevice, TableWork
 from bullet.state import HybridStep
 from bullet.units import MICRO, MILLI
-from bullet.validation.recorded import (
-    JITTER_SEEDS,
-    LEFT_OUT,
-    Recorded,
-    Replay,
-    Scenario,
-    average,
-    calibrate,
-    errors,
-    load_recorded,
-    mean_absolute,
-    replay,
-    request_errors,
-    statistics,
-    worst,
-)
+from bullet.validation.calibration import LEFT_OUT, calibrate
+from bullet.validation.comparison import average, errors, mean_absolute, request_errors, worst
+from bullet.validation.recorded import Recorded, load_recorded
+from bullet.validation.replay import JITTER_SEEDS, Replay, Scenario, replay
 
 Array = NDArray[np.float64]
 SMALL_JITTER_S = 2 * MILLI
@@ -227,8 +215,7 @@ def statistic(recorded: Recorded) -> str:
 
 
 def _measured(recorded: Recorded, first: int) -> dict[str, float]:
-    return statistics(recorded.queued_s[first:], recorded.first_s[first:], recorded.last_s[first:],
-                      recorded.output_tokens[first:])
+    return recorded.statistics(first)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bullet import files
 from bullet.cli import common, sim
 from bullet.results.folder import load_run
 
@@ -148,7 +149,7 @@ def test_recorded_arrivals_take_the_whole_trace_and_store_its_length(tmp_path: P
 
 def test_default_folders_are_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sim.time, "strftime", lambda form: "then")
+    monkeypatch.setattr(files.time, "strftime", lambda form: "then")
     for _ in range(2):
         assert sim.main(["run", "--policy", "vllm-512", "--num-requests", "3", "--quiet", "--no-report"]) == 0
     assert sorted(p.name for p in Path("runs").iterdir()) == ["vllm-512-azure-code-then", "vllm-512-azure-code-then-2"]
@@ -289,7 +290,7 @@ def test_an_error_in_a_users_policy_is_theirs_to_see(tmp_path: Path) -> None:
 
 def test_progress_counts_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(sim, "progress_bar", lambda total, label, quiet: (seen.append, lambda: seen.append(-total)))
+    monkeypatch.setattr(common, "progress_bar", lambda total, label, quiet: (seen.append, lambda: seen.append(-total)))
     assert sim.main(["run", "--policy", "vllm-512", "--num-requests", "9", "--set", "device.kv_tokens=3200", "--no-report",
                     "--out", str(tmp_path / "o")]) == 0
     assert seen == [1] * 9 + [-9]

@@ -12,10 +12,14 @@ import pytest
 from bullet.catalog.gpus import GPUS, get_gpu
 from bullet.catalog.models import MODELS, get_model
 from bullet.devices.coefficients import PROFILES
+from bullet.devices.table import FILE as TABLES
 from bullet.devices.table import TableDevice, tables_from_rows
 from bullet.devices.table_skew import COLUMNS, FILE, SkewedTableDevice, check_skew, read_skew, skew_from_rows
 from bullet.errors import ConfigError, ProfileError
-from bullet.validation import recorded as validate
+from bullet.validation.calibration import calibrate
+from bullet.validation.comparison import request_errors
+from bullet.validation.recorded import load_recorded
+from bullet.validation.replay import Scenario, graph_tokens, replay
 from experiments.make_rtx4090 import SKEW, skew_rows
 from tests.test_table_device import small_rows
 
@@ -107,7 +111,7 @@ def published():
 
 def test_published_times_are_sums_of_three_runs_and_of_the_tables_engine():
     """All n contexts equal, at 48 points that the tables have as well: three times theirs within 4 %, 0.2 % in the median."""
-    recorded = validate.load_recorded("rtx4090")
+    recorded = load_recorded("rtx4090")
     tables = TableDevice(get_model(recorded.model), get_gpu(recorded.gpu), recorded.tables)
     ratios = [float(r["t_max_us"]) * US / tables.attention_seconds(0, 0, int(r["n"]), int(r["kv_big"])) for r in published()]
     assert len(ratios) == 48
@@ -130,7 +134,7 @@ def test_the_rows_are_as_published():
 
 def test_what_a_longer_context_costs_where_sequences_fill_the_gpu():
     """21 to 28 ns a token and layer for 32 sequences; next to nothing for 4, whose contexts the kernel splits."""
-    skew = validate.load_recorded("rtx4090").skew
+    skew = load_recorded("rtx4090").skew
     assert all(21e-9 < skew.seconds(32, beyond) / beyond < 28e-9 for beyond in range(400, 12_000, 400))
     assert abs(skew.seconds(4, 2304.0) / 2304) < 2e-9
 
@@ -160,10 +164,10 @@ def test_other_tables_rows_are_refused(tmp_path):
     (tmp_path / FILE).write_text("no")
     with pytest.raises(ProfileError, match=f"{FILE}: cannot be read as skew rows"):
         read_skew(tmp_path / FILE, tables)
-    for name in ("recorded_requests.parquet", "recorded_run.json", validate.FILE):
+    for name in ("recorded_requests.parquet", "recorded_run.json", TABLES):
         shutil.copy(SHIPPED / name, tmp_path)
     with pytest.raises(ProfileError, match=f"{FILE}: cannot be read as skew rows"):
-        validate.load_recorded("rtx4090", tmp_path)
+        load_recorded("rtx4090", tmp_path)
 
 
 # ------------------------------------------------------------------------------------------- the graph factor
@@ -171,7 +175,7 @@ def test_other_tables_rows_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def recorded():
-    return validate.load_recorded("rtx4090")
+    return load_recorded("rtx4090")
 
 
 def happened(recorded, run):
@@ -189,21 +193,21 @@ def test_the_paged_driver_says_the_longest_context(recorded):
 
     steps = []
     made = Listening(get_model(recorded.model), get_gpu(recorded.gpu), recorded.tables, skew=recorded.skew)
-    validate.replay(recorded, device=made, watch=steps.append)
+    replay(recorded, device=made, watch=steps.append)
     assert told == [max((past + 1 for _, new, past in step.chunks if new == 1), default=0) for step in steps]
     assert max(told) > 4000
 
 
 def test_a_factor_comes_back_from_the_first_30_of_a_run_made_with_it(recorded):
-    made = happened(recorded, validate.replay(recorded, validate.Scenario("made", skew=True, graph_factor=0.93)))
-    found = validate.calibrate(made)
+    made = happened(recorded, replay(recorded, Scenario("made", skew=True, graph_factor=0.93)))
+    found = calibrate(made)
     assert found.factor == pytest.approx(0.93, abs=2e-4)
     assert found.requests == 30
     assert found.standard_error < 1e-3
     # The rest of the outcome plays no part: others as they come, the same factor.
     last = made.last_s.copy()
     last[30:] += 5.0
-    assert validate.calibrate(dataclasses.replace(made, last_s=last)).factor == found.factor
+    assert calibrate(dataclasses.replace(made, last_s=last)).factor == found.factor
 
 
 @pytest.mark.parametrize("factor", [0.55, 0.8, 1.0, 1.45])
@@ -214,20 +218,20 @@ def test_requests_that_never_meet_scale_with_the_factor(recorded, factor):
 
     alone = dataclasses.replace(recorded, sent_s=np.array([0.0, 60.0, 120.0]), shared={}, **{
         name: cut(getattr(recorded, name)) for name in ("queued_s", "first_s", "last_s", "prompt_tokens", "output_tokens")})
-    run = validate.replay(alone)
+    run = replay(alone)
     tpot = (run.last_s - run.first_s) / (run.output_tokens - 1)
     made = dataclasses.replace(alone, first_s=run.first_s, last_s=run.first_s + factor * tpot * (run.output_tokens - 1))
-    found = validate.calibrate(made, 3)
+    found = calibrate(made, 3)
     assert found.factor == pytest.approx(factor, rel=2e-4)
     assert found.standard_error < 1e-4
 
 
 def test_factors_that_cannot_be_are_refused(recorded):
     with pytest.raises(ConfigError, match="from 1 requests: must be 2 to 300"):
-        validate.calibrate(recorded, 1)
+        calibrate(recorded, 1)
     slow = dataclasses.replace(recorded, last_s=recorded.first_s + 3 * (recorded.last_s - recorded.first_s))
     with pytest.raises(ProfileError, match=r"the first 30 requests ask for a graph factor beyond 0.5 to 1.5"):
-        validate.calibrate(slow)
+        calibrate(slow)
 
 
 def test_graphs_reach_as_far_as_the_engine_captures(recorded):
@@ -235,15 +239,15 @@ def test_graphs_reach_as_far_as_the_engine_captures(recorded):
         return dataclasses.replace(recorded, settings={**recorded.settings, "engine_kwargs": {
             **recorded.settings["engine_kwargs"], **options}})
 
-    assert validate.graph_tokens(recorded) == 512
-    assert validate.graph_tokens(engine(max_num_seqs=100)) == 200
-    assert validate.graph_tokens(engine(max_num_seqs=1000)) == 512
-    assert validate.graph_tokens(engine(max_num_batched_tokens=300)) == 300
+    assert graph_tokens(recorded) == 512
+    assert graph_tokens(engine(max_num_seqs=100)) == 200
+    assert graph_tokens(engine(max_num_seqs=1000)) == 512
+    assert graph_tokens(engine(max_num_batched_tokens=300)) == 300
 
 
 def test_single_requests_come_nearer_with_both(recorded):
     """The factor from the first 30, the others judged: half the median error of a request's TPOT."""
-    graphs = validate.calibrate(recorded)
-    off = [np.median(np.abs(validate.request_errors(recorded, run)["tpot"][30:])) for run in (
-        validate.replay(recorded), graphs.one)]
+    graphs = calibrate(recorded)
+    off = [np.median(np.abs(request_errors(recorded, run)["tpot"][30:])) for run in (
+        replay(recorded), graphs.one)]
     assert off[1] < 0.6 * off[0]

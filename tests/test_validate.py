@@ -14,36 +14,40 @@ import pytest
 
 from bullet.cli.sim import main as sim
 from bullet.devices.coefficients import PROFILES
-from bullet.devices.table import TableDevice
+from bullet.devices.table import FILE, TableDevice
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import Chunk, HybridStep
-from bullet.validation import recorded as validate
+from bullet.validation import comparison
+from bullet.validation.calibration import Calibration
+from bullet.validation.comparison import average, errors, mean_absolute, runs_of
+from bullet.validation.recorded import NAMES, Recorded, load_recorded
+from bullet.validation.replay import INGREDIENTS, JITTER_SEEDS, Replay, Scenario, jittered, replay
 from experiments import rtx4090_causes
 
 SHIPPED = PROFILES / "rtx4090" / "llama-3.1-8b"
 
 
 @pytest.fixture(scope="module")
-def recorded() -> validate.Recorded:
-    return validate.load_recorded("rtx4090")
+def recorded() -> Recorded:
+    return load_recorded("rtx4090")
 
 
 @pytest.fixture(scope="module")
-def replays(recorded: validate.Recorded) -> list[validate.Replay]:
+def replays(recorded: Recorded) -> list[Replay]:
     """As sent, and with the eight jitters."""
-    return [validate.replay(recorded, seed=seed) for seed in (None, *validate.JITTER_SEEDS)]
+    return [replay(recorded, seed=seed) for seed in (None, *JITTER_SEEDS)]
 
 
-def test_the_recorded_statistics_are_those_that_the_peer_published(recorded: validate.Recorded) -> None:
+def test_the_recorded_statistics_are_those_that_the_peer_published(recorded: Recorded) -> None:
     """Same definitions: our 15 from the recorded requests equal the measured column of the peer's own table, to its digits."""
     assert len(recorded) == 300
-    assert len(validate.NAMES) == 15
-    for name, seconds in recorded.statistics.items():
+    assert len(NAMES) == 15
+    for name, seconds in recorded.statistics().items():
         assert seconds * 1e3 == pytest.approx(recorded.peer[name]["measured_ms"], abs=0.0501), name
 
 
-def test_a_replay_is_whole_and_repeatable(recorded: validate.Recorded, replays: list[validate.Replay]) -> None:
-    one, again = replays[0], validate.replay(recorded)
+def test_a_replay_is_whole_and_repeatable(recorded: Recorded, replays: list[Replay]) -> None:
+    one, again = replays[0], replay(recorded)
     for name in ("queued_s", "first_s", "last_s"):
         assert np.array_equal(getattr(one, name), getattr(again, name))
     assert one.steps == again.steps
@@ -58,13 +62,13 @@ def test_a_replay_is_whole_and_repeatable(recorded: validate.Recorded, replays: 
     assert set(one.first_s) | set(one.last_s) <= set(one.step_ends_s)  # tokens come when steps end
 
 
-def test_a_replay_shows_its_steps_and_takes_another_device(recorded: validate.Recorded) -> None:
+def test_a_replay_shows_its_steps_and_takes_another_device(recorded: Recorded) -> None:
     """The causes' device: nothing changes without its constants; a longer context costs what was said, in a decode batch only."""
     steps: list[HybridStep] = []
     made = rtx4090_causes.device(recorded)
-    one = validate.replay(recorded, device=made, watch=steps.append)
+    one = replay(recorded, device=made, watch=steps.append)
     assert len(steps) == one.steps
-    assert np.array_equal(one.last_s, validate.replay(recorded).last_s)
+    assert np.array_equal(one.last_s, replay(recorded).last_s)
     made.per_token_s = 1e-9
     for pieces, expected_s in (((), 32 * 1e-9 * 500), (((64, 0),), 0.0)):  # contexts 100 and 1,100: 500 beyond the mean
         chunks = (*(Chunk(9, *piece) for piece in pieces), Chunk(0, 1, 100), Chunk(1, 1, 1100))
@@ -77,54 +81,54 @@ def test_a_replay_shows_its_steps_and_takes_another_device(recorded: validate.Re
     assert even.seconds == TableDevice.hybrid_work(made, (), 2, 1202, logits_seqs=2).seconds
 
 
-def test_jitters_move_arrivals_by_20_ms_at_most(recorded: validate.Recorded) -> None:
-    for seed in validate.JITTER_SEEDS:
-        moved = validate.jittered(recorded.sent_s, seed)
+def test_jitters_move_arrivals_by_20_ms_at_most(recorded: Recorded) -> None:
+    for seed in JITTER_SEEDS:
+        moved = jittered(recorded.sent_s, seed)
         assert np.abs(moved - recorded.sent_s).max() <= 0.020
-        assert np.array_equal(moved, validate.jittered(recorded.sent_s, seed))
-        assert not np.array_equal(moved, validate.jittered(recorded.sent_s, seed + 1))
+        assert np.array_equal(moved, jittered(recorded.sent_s, seed))
+        assert not np.array_equal(moved, jittered(recorded.sent_s, seed + 1))
 
 
-def test_the_mean_over_jitters_meets_the_target(recorded: validate.Recorded, replays: list[validate.Replay]) -> None:
+def test_the_mean_over_jitters_meets_the_target(recorded: Recorded, replays: list[Replay]) -> None:
     """2 % on each of the 15 and 0.5 % mean absolute. A mean of 8 chaotic runs is known to its standard error only, and the
     last bit of a platform's floating point picks other runs: that much is added to the 2 %."""
-    found = validate.errors(validate.average(replays[1:]), recorded.statistics)
-    each = [validate.errors(r.statistics(), recorded.statistics) for r in replays[1:]]
+    found = errors(average(replays[1:]), recorded.statistics())
+    each = [errors(r.statistics(), recorded.statistics()) for r in replays[1:]]
     for name, error in found.items():
         standard_error = np.std([e[name] for e in each], ddof=1) / len(each) ** 0.5
         assert abs(error) <= 0.02 + standard_error, name
-    assert validate.mean_absolute(found) <= 0.005
+    assert mean_absolute(found) <= 0.005
 
 
-def test_ingredients_matter(recorded: validate.Recorded, replays: list[validate.Replay]) -> None:
+def test_ingredients_matter(recorded: Recorded, replays: list[Replay]) -> None:
     """Twice the KV blocks: nobody need wait as long; preempted requests at the back: they come last."""
     whole = replays[0].statistics()
-    roomy = validate.replay(recorded, validate.Scenario("x", kv_scale=2.0))
+    roomy = replay(recorded, Scenario("x", kv_scale=2.0))
     assert roomy.statistics()["ttft_mean"] < 0.7 * whole["ttft_mean"]
     assert roomy.preemptions < replays[0].preemptions
-    back = validate.replay(recorded, validate.Scenario("x", resume="back"))
+    back = replay(recorded, Scenario("x", resume="back"))
     assert back.statistics()["tpot_p90"] > 2 * whole["tpot_p90"]
-    for scenario in validate.INGREDIENTS:
-        assert sum(getattr(scenario, f.name) != getattr(validate.Scenario(), f.name) for f in dataclasses.fields(scenario)
+    for scenario in INGREDIENTS:
+        assert sum(getattr(scenario, f.name) != getattr(Scenario(), f.name) for f in dataclasses.fields(scenario)
                    if f.name not in ("name", "tables")) <= 1, scenario.name
 
 
-def test_ingredients_are_left_out_of_the_line_in_full(recorded: validate.Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ingredients_are_left_out_of_the_line_in_full(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two of the line in full as well; each with both, but for what it leaves out; as many runs as are announced."""
-    one, seen, done = validate.replay(recorded), [], []
-    monkeypatch.setattr(validate, "replay", lambda _recorded, scenario, _seed=None: seen.append(scenario) or one)
-    monkeypatch.setattr(validate, "calibrate", lambda _recorded, requests: validate.Calibration(0.9, requests, 0.0, 1, one))
-    changes = validate.INGREDIENTS[:2]
-    validate.validate(recorded, seeds=(0, 1), ingredients=changes, progress=done.append)
-    assert sum(done) == validate.runs_of(2, changes)
+    one, seen, done = replay(recorded), [], []
+    monkeypatch.setattr(comparison, "replay", lambda _recorded, scenario, _seed=None: seen.append(scenario) or one)
+    monkeypatch.setattr(comparison, "calibrate", lambda _recorded, requests: Calibration(0.9, requests, 0.0, 1, one))
+    changes = INGREDIENTS[:2]
+    comparison.validate(recorded, seeds=(0, 1), ingredients=changes, progress=done.append)
+    assert sum(done) == runs_of(2, changes)
     assert {s.name: (s.skew, s.graph_factor, s.kv_scale) for s in seen} == {
         "as recorded": (False, 1.0, 1.0), "in full": (True, 0.9, 1.0), "without skew": (False, 0.9, 1.0),
         "without the graph factor": (True, 1.0, 1.0), "without both: tables alone": (False, 1.0, 1.0),
         "KV blocks -5 %": (True, 0.9, 0.95), "KV blocks +5 %": (True, 0.9, 1.05)}
 
 
-def test_table_changes_are_what_they_say(recorded: validate.Recorded) -> None:
-    tables = {s.name: s.tables(recorded.tables) for s in validate.INGREDIENTS}
+def test_table_changes_are_what_they_say(recorded: Recorded) -> None:
+    tables = {s.name: s.tables(recorded.tables) for s in INGREDIENTS}
     old = recorded.tables
     faster = tables["kernel times -1 %"]
     assert np.allclose(faster.attention, 0.99 * old.attention, rtol=1e-12, atol=0, equal_nan=True)
@@ -144,8 +148,8 @@ def test_the_command_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "measured: " in text
     assert "simulated: " in text
     found = json.loads((out / "validate.json").read_text())
-    assert found["statistics"]["one_run_largest"]["statistic"] in validate.NAMES
-    assert set(found["statistics_without_first_30"]["mean_error"]) == set(validate.NAMES)
+    assert found["statistics"]["one_run_largest"]["statistic"] in NAMES
+    assert set(found["statistics_without_first_30"]["mean_error"]) == set(NAMES)
     assert found["jitter_seeds"] == [0]
     alone = found["tables_alone"]
     assert alone["statistics_without_first_30"]["one_run_error"] != found["statistics_without_first_30"]["one_run_error"]
@@ -194,9 +198,9 @@ def test_a_recorded_run_that_cannot_be_is_refused_with_its_row(tmp_path: Path) -
     at = table.column_names.index("first_token_s")
     pq.write_table(table.set_column(at, "first_token_s", pa.array(first)), tmp_path / "recorded_requests.parquet")
     with pytest.raises(ProfileError, match="row 7"):
-        validate.load_recorded("rtx4090", tmp_path)
+        load_recorded("rtx4090", tmp_path)
     with pytest.raises(ConfigError, match="unknown validation target"):
-        validate.load_recorded("rtx5090")
+        load_recorded("rtx5090")
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -212,14 +216,14 @@ def test_a_request_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, 
     import pyarrow.parquet as pq
 
     source = SHIPPED
-    for name in ("recorded_run.json", validate.FILE):
+    for name in ("recorded_run.json", FILE):
         shutil.copy(source / name, tmp_path)
     table = pq.read_table(source / "recorded_requests.parquet")
     rows = table.to_pylist()
     rows[5] |= changes
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), tmp_path / "recorded_requests.parquet")
     with pytest.raises(ProfileError, match=message):
-        validate.load_recorded("rtx4090", tmp_path)
+        load_recorded("rtx4090", tmp_path)
 
 
 @pytest.mark.parametrize("spoil", [
@@ -228,10 +232,10 @@ def test_a_request_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, 
     lambda run: run.update(timeseries=None)])
 def test_a_run_without_its_settings_is_refused(tmp_path: Path, spoil: Callable[[dict[str, Any]], object]) -> None:
     source = SHIPPED
-    for name in ("recorded_requests.parquet", validate.FILE):
+    for name in ("recorded_requests.parquet", FILE):
         shutil.copy(source / name, tmp_path)
     run = json.loads((source / "recorded_run.json").read_text())
     spoil(run)
     (tmp_path / "recorded_run.json").write_text(json.dumps(run))
     with pytest.raises(ProfileError, match=r"recorded_run.json: (cannot be read as a recorded run|timeseries)"):
-        validate.load_recorded("rtx4090", tmp_path)
+        load_recorded("rtx4090", tmp_path)

@@ -218,8 +218,9 @@ def _validate(args: argparse.Namespace) -> int:
     if find_spec("simpy") is None:
         say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
         return 0
-    say("\n" + "\n".join(closed_loop.conclude(folder, args.profile)) + f"\n\nwritten to {folder}/: validation.txt, validation.json, "
-        f"{'sweep/, profile/' if (folder / 'profile').is_dir() else 'steps.json'}, real/, sim/")
+    lines = closed_loop.conclude(folder, args.profile)
+    known = "sweep/, profile/" if (folder / "profile").is_dir() else "steps.json"
+    say("\n".join(["", *lines, "", f"written to {folder}/: validation.txt, validation.json, {known}, real/, sim/"]))
     return 0
 
 

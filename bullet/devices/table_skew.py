@@ -12,7 +12,7 @@ a prompt is priced as the tables have it. The rest of a batch counts by its mean
 is not told apart.
 
 **Graphs.** One factor on what the tables say of a step of up to ``graph_tokens`` tokens, the largest that the engine captures
-a CUDA graph for. It is given from outside (:mod:`bullet.validation.recorded` calibrates it); the longest context's time is
+a CUDA graph for. It is given from outside (:mod:`bullet.validation.calibration` finds it); the longest context's time is
 not scaled.
 """
 

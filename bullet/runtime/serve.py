@@ -28,8 +28,8 @@ from bullet.results import metrics, page
 from bullet.results.columns import RunOutcome
 from bullet.results.folder import RunWriter
 from bullet.runtime import machine as machines
-from bullet.runtime.driver import Replay
 from bullet.runtime import record as records
+from bullet.runtime.driver import Replay
 from bullet.runtime.record import RecordWriter
 from bullet.signals import Say, Watch, silent, unwatched
 from bullet.state import SplitTable

@@ -30,8 +30,10 @@ from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.files import create_folder, safe_name, write_json, write_text
 from bullet.policies import build_policy, check_name
 from bullet.profiler import plan, session
+from bullet.results import metrics
 from bullet.results.columns import StepTable
 from bullet.results.folder import load_run
+from bullet.results.tables import cell_text
 from bullet.runtime import machine as machines
 from bullet.runtime.serve import Engine, on_machine, serve
 from bullet.signals import Watch, unwatched
@@ -103,12 +105,13 @@ def measure(config: RunConfig, engine: Engine, folder: Path, *, policies: Sequen
             names, count = fitting(names, count, rate, left_s())
             say(f"within {budget_s:g} s: {count} requests each for {', '.join(names)}")
         write_text(folder / "trace.csv", synthetic(count, rate, cpu, config.seed))
-        asked = on_machine(dataclasses.replace(config, workload=dataclasses.replace(
-            config.workload, trace=str(folder / "trace.csv"), arrivals="recorded", num_requests=None, rate_req_per_s=None)), opened)
-        workload = load_workload(asked.workload, asked.seed)
-        asked = dataclasses.replace(asked, slo=resolve_slo(asked.slo, asked.workload.trace, workload.mean_prompt_tokens))
+        load = dataclasses.replace(config.workload, trace=str(folder / "trace.csv"), arrivals="recorded", num_requests=None,
+                                   rate_req_per_s=None)
+        workload = load_workload(load, config.seed)
+        config = dataclasses.replace(on_machine(config, opened), workload=load,
+                                     slo=resolve_slo(config.slo, load.trace, workload.mean_prompt_tokens))
         for name in names:
-            one = dataclasses.replace(asked, policy=dataclasses.replace(asked.policy, name=name))
+            one = dataclasses.replace(config, policy=dataclasses.replace(config.policy, name=name))
             _, summary = serve(one, workload, opened, profile, folder / "real" / safe_name(name), report=False, watch=watch)
             say(f"{name}: {summary['completed']} of {summary['offered']} requests at {rate:.2f} req/s, mean TTFT "
                 f"{summary['mean_ttft_ms'] or 0:.0f} ms")
@@ -240,8 +243,8 @@ def device_of(config: RunConfig, steps: StepProfile, given: Path | None) -> Devi
 
 
 def conclude(folder: Path, given: Path | None = None) -> list[str]:
-    """Simulate the runs that :func:`measure` left in ``folder``, on the folder of a fit if one is ``given``. The table's lines, also
-    kept as validation.txt and validation.json."""
+    """Simulate the runs that :func:`measure` left in ``folder``, on the folder of a fit if one is ``given``. Returns the table's
+    lines, which are also kept, as validation.txt and validation.json."""
     result = compare(folder, given)
     lines = table(result)
     write_json(folder / "validation.json", result)
@@ -251,7 +254,6 @@ def conclude(folder: Path, given: Path | None = None) -> list[str]:
 
 def compare(folder: Path, given: Path | None = None) -> dict[str, Any]:
     """Simulate every real run of the folder on its profile; figures of both sides, and of steps by lane and SMs."""
-    from bullet.results import metrics
     from bullet.sim.run import simulate
 
     real = sorted((folder / "real").glob("*/config.toml"))
@@ -382,9 +384,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines.append("-" * len(lines[-1]))
     for run in result["runs"]:
         for title, (simulated, measured) in run["figures"].items():
-            cells = ("-" if v is None else f"{v:.2f}" for v in (simulated, measured))
-            lines.append(f"{run['policy']:<14} {title:<14} " + " ".join(f"{c:>10}" for c in cells)
-                         + f" {_percent(simulated, measured):>8}")
+            lines.append(f"{run['policy']:<14} {title:<14} {cell_text(simulated, '.2f'):>10} {cell_text(measured, '.2f'):>10} "
+                         f"{_percent(simulated, measured):>8}")
         if run["prediction_error"][1] is not None:
             cells = ("-" if v is None else f"{100 * v:.0f} %" for v in run["prediction_error"])
             lines.append(f"{run['policy']:<14} {'estimator err.':<14} " + " ".join(f"{c:>10}" for c in cells) + f" {'':>8}")

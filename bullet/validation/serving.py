@@ -28,7 +28,9 @@ from bullet.config import KV_BLOCK_TOKENS, DeviceConfig, RunConfig, WorkloadConf
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import kv_capacity_tokens, load_device
 from bullet.errors import ConfigError
+from bullet.files import write_json, write_text
 from bullet.results.columns import RunOutcome
+from bullet.results.plots import plot_points, save
 from bullet.units import GIB, GIGA, MILLI
 from bullet.validation.serving_points import Point
 from bullet.workload import Workload, load_builtin, stream
@@ -36,6 +38,7 @@ from bullet.workload.arrivals import draw_arrivals
 
 Array = NDArray[np.float64]
 MODEL = "llama-3.1-8b"
+ROWS = "points.csv"
 SEEDS = tuple(range(4))
 """Lengths and arrivals are drawn: means over these, fixed before the first run."""
 SENT_MEANS = (1130466 / 5000, 971613 / 5000)
@@ -289,9 +292,9 @@ def runs_of(points: Sequence[Point]) -> int:
     return sum(len(WORKLOADS[p.kind]) * len(seeds_of(p)) + (0 if p.kind == "static" else 2) for p in points)
 
 
-def validate(points: Sequence[Point], tick: Callable[[int], None] | None = None) -> dict[str, Any]:
+def validate(points: Sequence[Point], progress: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Every point compared, and what the static batches say of a step's cost beyond the kernels."""
-    found = [compare(point, tick or (lambda _: None)) for point in points]
+    found = [compare(point, progress or (lambda _: None)) for point in points]
     engines = {p.engine: dataclasses.asdict(get_engine(p)) for p in points}
     return {"target": "serving", "model": MODEL, "fitted": "nothing", "seeds": list(SEEDS), "aims": TARGETS,
             "sharegpt": {"filter": FILTER, "as_sent_mean_tokens": SENT_MEANS}, "engines": engines, "points": found,
@@ -357,20 +360,18 @@ def _diagnosis(v: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write(folder: Path, v: Mapping[str, Any]) -> None:
-    """validate.json, validate.txt, validate.png and points.csv."""
-    from bullet.files import write_json, write_text
-    from bullet.results.plots import plot_points, save
-
+def write(folder: Path, v: Mapping[str, Any]) -> str:
+    """validate.json, validate.txt, validate.png and points.csv. Returns the text."""
+    text = table(v)
     write_json(folder / "validate.json", v)
-    write_text(folder / "validate.txt", table(v))
+    write_text(folder / "validate.txt", text)
     rows = ["point,engine,gpu,workload,metric,measured_s,simulated_s,error"]
     for row in v["points"]:
         for variant, found in row["workloads"].items():
             rows += [f"{row['point']},{row['engine']},{row['gpu']},{variant},{metric},{measured_s:.7g},"
                      f"{found['simulated_s'][metric]:.7g},{found['error'][metric]:.5f}"
                      for metric, measured_s in row["measured_s"].items()]
-    write_text(folder / "points.csv", "\n".join(rows) + "\n")
+    write_text(folder / ROWS, "\n".join(rows) + "\n")
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in v["points"]:
         found = next(iter(row["workloads"].values()))
@@ -379,3 +380,4 @@ def write(folder: Path, v: Mapping[str, Any]) -> None:
             if kind in ("TTFT", "TPOT", "batch seconds") and metric not in v["engines"][row["engine"]]["reported_only"]:
                 groups.setdefault(f"{kind}, {row['gpu']}", []).append((measured_s, found["simulated_s"][metric]))
     save(plot_points(groups, f"{MODEL}: measured by others and simulated, nothing fitted"), folder / "validate.png")
+    return text
