@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
-def _number(text: str, least: float) -> float:
+def _number(text: str, least: float = sys.float_info.min) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -45,14 +46,6 @@ def _number(text: str, least: float) -> float:
     if not least <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a {'positive number' if least else 'number, 0 or more'}")
     return value
-
-
-def _positive(text: str) -> float:
-    return _number(text, sys.float_info.min)
-
-
-def _not_negative(text: str) -> float:
-    return _number(text, 0.0)
 
 
 def _threads(text: str) -> int:
@@ -88,12 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "check":
             continue
         command.add_argument("--model", default=None, help="built-in name or a config.json (default llama-3.1-8b; tiny on a CPU)")
-        command.add_argument("--budget-s", type=_positive, default=None, help="seconds for everything, start-up included")
+        command.add_argument("--budget-s", type=_number, default=None, help="seconds for everything, start-up included")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--skip", action="append", default=[], choices=session.SKIPPABLE, metavar="OP",
                              help="leave an operation out; may be repeated")
         command.add_argument("--threads", type=_threads, default=None, help="--device cpu: threads that stand in for SMs")
-        command.add_argument("--noise-std", type=_not_negative, default=Target.noise_std,
+        command.add_argument("--noise-std", type=partial(_number, least=0.0), default=Target.noise_std,
                              help="--device simulated: relative noise")
         command.add_argument("--plan-only", action="store_true", help="print the plan for --gpu and stop; needs no device")
     command = commands.add_parser("table", help="table and summary of a sweep from its rows; needs no device")

@@ -146,6 +146,7 @@ def _open_cuda(target: Target, model: ModelSpec, seed: int, say: Say, *, fall_ba
 
 
 def prove(bench: Any, note: str, say: Say = silent) -> checking.CheckReport:
+    """The check of a CUDA bench, its contexts made current where that proves more; ``note``: why there is nothing to prove."""
     if bench.backend == "software":
         return checking.unchecked(bench.table, bench.gpu, "no partition: grids are bounded, nothing is isolated")
     if bench.backend != "green-context":
@@ -184,15 +185,8 @@ def _open_cpu(target: Target, model: ModelSpec, seed: int) -> Session:
     report = checking.unchecked(bench.table, bench.gpu, "CPU, no partition: threads are the unit, lanes alternate")
     rates = planning.Rates(bench.num_units, 3e10 * bench.num_units, 5e9, launch_s=2e-5, knee_share=1.0, point_s=0.03,
                            startup_s=4.0, replays=10, min_replay_s=2e-3)
-    return Session(bench, planning.cpu_axes(core, splits), rates, report, _cpu_fits(model), {})
-
-
-def _cpu_fits(model: ModelSpec) -> Callable[[planning.Shape], bool]:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30
-
-    def fits(shape: planning.Shape) -> bool:
-        return 4 * planning.flops_and_bytes(model, shape)[1] * 4 / model.dtype_bytes <= total
-    return fits
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30
+    return Session(bench, planning.cpu_axes(core, splits), rates, report, card.fits_in(model, 4, memory), {})
 
 
 def _open_simulated(target: Target, model: ModelSpec, seed: int) -> Session:
