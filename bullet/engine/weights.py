@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bullet.engine.model import Architecture, LayerWeights, Weights
-from bullet.errors import EngineError
+from bullet.errors import EngineError, one_line
 from bullet.units import GIB
 
 Tensor = torch.Tensor
@@ -129,7 +129,7 @@ def _files_by_tensor(folder: Path) -> dict[str, Path] | None:
         files = {str(name): str(file) for name, file in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise EngineError(f"{index}: cannot be read as an index with a weight_map "
-                          f"({type(exc).__name__}: {_one_line(exc)}): download it again") from None
+                          f"({type(exc).__name__}: {one_line(exc, 160)}): download it again") from None
     for file in sorted(set(files.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise EngineError(f"{index}: shard {file!r}: must be the name of a .safetensors file in the same folder")
@@ -150,21 +150,17 @@ def _open(safetensors: Any, path: Path) -> Any:
     try:
         return safetensors.safe_open(str(path), framework="pt", device="cpu")
     except (safetensors.SafetensorError, OSError) as exc:
-        raise EngineError(f"{path}: damaged or not safetensors ({_one_line(exc)}): download it again") from None
+        raise EngineError(f"{path}: damaged or not safetensors ({one_line(exc, 160)}): download it again") from None
 
 
 def _read(safetensors: Any, file: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     try:
         tensor = file.get_tensor(name)
     except (safetensors.SafetensorError, OSError) as exc:
-        raise EngineError(f"{path}: tensor {name!r} cannot be read ({_one_line(exc)}): the file does not match config.json, "
+        raise EngineError(f"{path}: tensor {name!r} cannot be read ({one_line(exc, 160)}): the file does not match config.json, "
                           "or is damaged") from None
     if tuple(tensor.shape) != shape:
         raise EngineError(f"{path}: tensor {name!r} is {tuple(tensor.shape)}, config.json says {shape}")
     if not tensor.is_floating_point():
         raise EngineError(f"{path}: tensor {name!r} is {tensor.dtype}: quantised weights are not supported")
     return tensor
-
-
-def _one_line(exc: BaseException) -> str:
-    return " ".join(str(exc).split())[:160]

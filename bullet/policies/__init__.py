@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bullet.errors import BulletError, ConfigError
+from bullet.errors import BulletError, ConfigError, one_line
 from bullet.policies.base import Policy, PolicyContext
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
     except BulletError:
         raise
     except Exception as exc:
-        raise ConfigError(f"{name}: could not be built: {type(exc).__name__}: {_one_line(exc)}") from exc
+        raise ConfigError(f"{name}: could not be built: {type(exc).__name__}: {one_line(exc)}") from exc
     if not isinstance(policy, Policy):
         raise ConfigError(f"{name}: is not a policy: it needs lanes, next_step(lane, state, now_s) and "
                           "observe(step, elapsed_s)")
@@ -138,7 +138,7 @@ def load_custom(name: str) -> Callable[[PolicyContext], Policy]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as exc:  # a script without a main guard may well call sys.exit
         del sys.modules[module_name]
-        raise ConfigError(f"{path}: {type(exc).__name__} while loading: {_one_line(exc)}") from exc
+        raise ConfigError(f"{path}: {type(exc).__name__} while loading: {one_line(exc)}") from exc
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         classes = sorted(k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module_name)
@@ -148,7 +148,3 @@ def load_custom(name: str) -> Callable[[PolicyContext], Policy]:
         raise ConfigError(f"{path}: class {class_name!r} is not a policy: it lacks {' and '.join(missing)}")
     result: Callable[[PolicyContext], Policy] = found
     return result
-
-
-def _one_line(exc: BaseException) -> str:
-    return " ".join(str(exc).split())
