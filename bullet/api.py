@@ -18,7 +18,7 @@ import numpy as np
 
 from bullet import policies as known_policies
 from bullet.config import RunConfig, load_run_config, to_toml
-from bullet.devices.fitted import DeviceModel
+from bullet.devices.base import Device
 from bullet.devices.load import load_device
 from bullet.errors import ConfigError, ResultsError, UnknownOptionError
 from bullet.files import create_folder, safe_name, write_text
@@ -197,7 +197,7 @@ def load_run(folder: str | Path) -> Run:
     return Run(stored.config, stored.summary, Path(folder), stored.requests, stored.steps)
 
 
-def _simulate(config: RunConfig, workload: Workload, device: DeviceModel, folder: Path | None, report: bool,
+def _simulate(config: RunConfig, workload: Workload, device: Device, folder: Path | None, report: bool,
               watch: Watch) -> tuple[Run, RunOutcome, dict[str, Any]]:
     """One run, into one folder if there is one; whatever stops it, its rows are kept."""
     from bullet.sim.run import simulate as run_simulation
@@ -223,7 +223,7 @@ def _simulate(config: RunConfig, workload: Workload, device: DeviceModel, folder
     return Run(outcome.config, {"complete": True, **summary}, folder, outcome.requests, outcome.steps), outcome, summary
 
 
-def prepare(configs: Sequence[RunConfig]) -> tuple[list[RunConfig], Workload, DeviceModel]:
+def prepare(configs: Sequence[RunConfig]) -> tuple[list[RunConfig], Workload, Device]:
     """Everything that can be wrong, found before anything is written. ``configs`` differ in their policies alone."""
     from bullet.sim.run import simulate as run_simulation
 

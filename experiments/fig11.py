@@ -30,9 +30,8 @@ from bullet import work
 from bullet.catalog.gpus import GpuSpec, get_gpu
 from bullet.catalog.models import get_model
 from bullet.config import DeviceConfig
-from bullet.devices.coefficients import PROFILES
-from bullet.devices.fitted import DeviceModel
-from bullet.devices.load import load_device
+from bullet.devices import PROFILES
+from bullet.devices.load import load_fitted
 from bullet.errors import BulletError
 from bullet.estimators.base import Sample
 from bullet.estimators.sampling import calibration_states, sample_device
@@ -117,7 +116,7 @@ def features_of(samples: Iterable[Sample], phase: str) -> tuple[Array, Array]:
 
 def compare_states(trees: int, seeds: int) -> None:
     """The circular column: every estimator on the simulated device's states."""
-    device = load_device(DeviceConfig())
+    device = load_fitted(DeviceConfig())
     n, splits = device.num_sms, SplitTable.every(device.num_sms)
     every = states()
     truth = {"prefill": np.empty(len(every)), "decode": np.empty(len(every))}
@@ -316,7 +315,7 @@ def sm_tables(folder: Path) -> list[Table]:
 
 def print_cost(trees: int) -> None:
     """CPU time of a prediction, beside the paper's."""
-    device: DeviceModel = load_device(DeviceConfig())
+    device = load_fitted(DeviceConfig())
     splits = SplitTable.every(device.num_sms)
     samples = sample_device(device, calibration_states(device, splits), seed=0)
     model = Srm(LLAMA, device.gpu, splits, samples, recalibrate=False)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet.catalog.gpus import GpuSpec, get_gpu
-from bullet.devices.coefficients import PROFILES
+from bullet.devices import PROFILES
 from bullet.parquet import read_table
 from bullet.profiles import forms as fit
 from bullet.work import GEMM_TILE, wave_quantization

@@ -23,7 +23,8 @@ import numpy as np
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import ModelSpec
-from bullet.devices.fitted import DeviceModel, StepWork
+from bullet.devices.fitted import DeviceModel
+from bullet.devices.terms import FittedWork
 from bullet.errors import ProfileError
 from bullet.sim.run import simulate
 from bullet.validation.serving import A100_40GB, SENT_MEANS, build_device, build_workload, metrics_of, run_config, simulate_point
@@ -39,18 +40,18 @@ class SlowHost(DeviceModel):
 
     decode_s = sequence_s = prefill_s = 0.0
 
-    def decode_work(self, num_seqs: int, context_tokens: int) -> StepWork:
+    def decode_work(self, num_seqs: int, context_tokens: int) -> FittedWork:
         """As the device's, later by the host's time."""
         return _later(super().decode_work(num_seqs, context_tokens), self.decode_s + self.sequence_s * num_seqs)
 
-    def hybrid_work(self, pieces: Any, num_seqs: int, context_tokens: int, **options: Any) -> StepWork:
+    def hybrid_work(self, pieces: Any, num_seqs: int, context_tokens: int, **options: Any) -> FittedWork:
         """As the device's, later by the host's time."""
         if not pieces:
             return self.decode_work(num_seqs, context_tokens)
         return _later(super().hybrid_work(pieces, num_seqs, context_tokens, **options), self.prefill_s)
 
 
-def _later(work: StepWork, seconds: float) -> StepWork:
+def _later(work: FittedWork, seconds: float) -> FittedWork:
     work.fixed_s += seconds
     return work
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from bullet.config import DeviceConfig
-from bullet.devices.fitted import DeviceModel
-from bullet.devices.load import load_device
+from bullet.devices.base import Device
+from bullet.devices.load import load_fitted
 from bullet.errors import BulletError
 from bullet.estimators.base import Sample
 from bullet.estimators.sampling import calibration_states, sample_device
@@ -28,7 +28,7 @@ BATCHES = (1, 8, 32, 64, 80, 128, 256, 512)
 LENGTHS = (32, 256, 1024, 4096, 16384)
 
 
-def errors(model: Srm, device: DeviceModel, splits: SplitTable,
+def errors(model: Srm, device: Device, splits: SplitTable,
            states: tuple[Iterable[int], Iterable[int], Iterable[int]]) -> dict[str, list[float]]:
     """Relative errors of one estimator, per kind of step, over decode's floor to prefill's."""
     lengths, batches, contexts = (list(x) for x in states)
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--model", default=DeviceConfig().model)
     args = parser.parse_args()
     try:
-        device = load_device(DeviceConfig(gpu=args.gpu, model=args.model))
+        device = load_fitted(DeviceConfig(gpu=args.gpu, model=args.model))
     except BulletError as exc:
         print(f"srm_calibration: {exc}", file=sys.stderr)
         return 2

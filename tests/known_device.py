@@ -30,7 +30,7 @@ def seconds_of(device: DeviceModel, shape: Shape, sms: int) -> float:
     """One repetition alone on ``sms`` SMs; the embedding's share of a layer included, as the device has it."""
     model, c, gpu = device.model, device.coefficients, device.gpu
     op = ENGINE_OPS.get(shape.op, shape.op)
-    inverse = 1 / device._bandwidth_share(sms)
+    inverse = 1 / device.bandwidth_share(sms)
     if op == "decode_layer":
         work = device.hybrid_work((), shape.batch, shape.batch * shape.context_tokens, logits_seqs=0, layers=1)
         return device.solo_seconds(work, sms)

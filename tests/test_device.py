@@ -15,8 +15,9 @@ from bullet.catalog.gpus import GPUS, GpuSpec
 from bullet.catalog.models import MODELS, ModelSpec
 from bullet.config import DeviceConfig
 from bullet.devices.coefficients import DeviceCoefficients
-from bullet.devices.fitted import DeviceModel, StepWork, _Row
+from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import kv_capacity_tokens, load_device
+from bullet.devices.terms import FittedWork, Row
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
 
@@ -30,10 +31,10 @@ PLAIN = DeviceCoefficients(
 REAL = load_device(DeviceConfig())
 
 
-def step(compute: tuple[float, int] = (0.0, 0), bytes_s: float = 0.0, bytes_: float = 0.0) -> StepWork:
+def step(compute: tuple[float, int] = (0.0, 0), bytes_s: float = 0.0, bytes_: float = 0.0) -> FittedWork:
     """One kernel: (seconds a block, blocks), seconds of its bytes on the whole device."""
-    row = _Row(((compute[0], compute[1], bytes_s),), 0.0, 0.0, bytes_)
-    return StepWork(1, row, None, (), 0.0, 0.0, bytes_)
+    row = Row(((compute[0], compute[1], bytes_s),), 0.0, 0.0, bytes_)
+    return FittedWork(1, row, None, (), 0.0, 0.0, bytes_)
 
 
 def toy(**changes: object) -> DeviceModel:
@@ -265,7 +266,7 @@ def test_the_embedding_runs_once_a_step() -> None:
 def test_a_bound_by_bytes_gemm_takes_the_tile_with_least_arithmetic() -> None:
     """Decode: a wide tile is as fast on the whole device, but its padding would show on few SMs."""
     device = toy(gemm_tiles=((128, 256, 1.0), (64, 64, 1.0)))
-    block_s, blocks, moved_s = device._gemm_term(work.gemm("g", 1, 256, 2, 2))
+    block_s, blocks, moved_s = device.gemm_term(work.gemm("g", 1, 256, 2, 2))
     assert blocks == 4  # ceil(256 / 64) of the small one, where the wide would be a single block
     assert moved_s > 0
     assert block_s == 2.0 * 64 * 64 * 2 * 10 / 1000

@@ -82,8 +82,8 @@ def test_the_bandwidth_curve_is_that_of_the_device() -> None:
     c = device.coefficients
     share = np.arange(1, 109) / 108
     assert fit.bandwidth_curve(share, c.bandwidth_knee, c.bandwidth_sharpness) == pytest.approx(
-        [device._bandwidth_share(n) for n in range(1, 109)], rel=1e-12)
-    assert device._bandwidth_share(108) == 1.0
+        [device.bandwidth_share(n) for n in range(1, 109)], rel=1e-12)
+    assert device.bandwidth_share(108) == 1.0
 
 
 def test_the_fit_and_the_device_time_a_gemm_alike() -> None:

@@ -191,7 +191,7 @@ def sweep_of(device: DeviceModel, sms: tuple[int, ...]) -> dict[str, fit_sms.Swe
             (block_s, blocks, moved_s), overhead_s = fit_sms._terms(op, shape, device)
             found.setdefault(op, {})[shape] = {
                 p: max(np.ceil(blocks / p) * block_s / min(c.rate_cap, 1 + c.rate_slope * (1 - p / 108)),
-                       moved_s / device._bandwidth_share(p)) + overhead_s + 1e-5 for p in sms}
+                       moved_s / device.bandwidth_share(p)) + overhead_s + 1e-5 for p in sms}
     return found
 
 

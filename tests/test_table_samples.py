@@ -11,7 +11,8 @@ from bullet.catalog.gpus import GPUS
 from bullet.catalog.models import MODELS
 from bullet.cli.sim import main as sim
 from bullet.config import DeviceConfig
-from bullet.devices.coefficients import PROFILES, DeviceCoefficients
+from bullet.devices import PROFILES
+from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import load_device
 from bullet.devices.table import TableDevice

@@ -11,7 +11,7 @@ import pytest
 
 from bullet.catalog.gpus import GPUS, get_gpu
 from bullet.catalog.models import MODELS, get_model
-from bullet.devices.coefficients import PROFILES
+from bullet.devices import PROFILES
 from bullet.devices.table import FILE as TABLES
 from bullet.devices.table import TableDevice, tables_from_rows
 from bullet.devices.table_skew import COLUMNS, FILE, SkewedTableDevice, check_skew, read_skew, skew_from_rows

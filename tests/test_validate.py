@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bullet.cli.sim import main as sim
-from bullet.devices.coefficients import PROFILES
+from bullet.devices import PROFILES
 from bullet.devices.table import FILE, TableDevice
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import Chunk, HybridStep

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bullet.config import DeviceConfig, RunConfig, load_run_config
-from bullet.devices.fitted import DeviceModel
+from bullet.devices.base import Device
 from bullet.devices.load import load_device
 from bullet.results.columns import RunOutcome
 from bullet.sim.run import simulate
@@ -31,7 +31,7 @@ def config(policy: str = "bullet", **overrides: Any) -> RunConfig:
                                   **{key.replace("__", "."): value for key, value in overrides.items()}})
 
 
-def run(policy: str, rows: Sequence[tuple[float, int, int]], *, device: DeviceModel | None = None,
+def run(policy: str, rows: Sequence[tuple[float, int, int]], *, device: Device | None = None,
         **overrides: Any) -> RunOutcome:
     """Simulate rows under a policy."""
     return simulate(config(policy, **overrides), workload=workload(rows), device=device or A100)
@@ -43,15 +43,17 @@ def run_with(policy: Any, rows: Sequence[tuple[float, int, int]], *, device: Any
     return simulate(config(**overrides), workload=workload(rows), device=device or A100, policy=policy, record=record)
 
 
-class FixedDevice(DeviceModel):
+class FixedDevice(Device):
     """Seconds given by hand: ``solo(kind, tokens, sms)``; beside another, times ``slowdown``.
 
     ``kind`` is prefill or decode; tokens are new tokens of a prefill (times layers / all layers in the result), sequences
     of a decode.
     """
 
+    source = "by hand"
+
     def __init__(self, solo: Callable[[str, int, int], float], slowdown: tuple[float, float] = (1.0, 1.0)) -> None:
-        super().__init__(A100.model, A100.gpu, A100.coefficients)
+        super().__init__(A100.model, A100.gpu)
         self.solo = solo
         self.slowdown = slowdown
 
@@ -69,9 +71,6 @@ class FixedDevice(DeviceModel):
 
     def corun_seconds(self, prefill: Any, p: int, decode: Any, d: int) -> tuple[float, float]:
         return self.solo_seconds(prefill, p) * self.slowdown[0], self.solo_seconds(decode, d) * self.slowdown[1]
-
-    def min_prefill_seconds(self, prompt_tokens: int) -> float:
-        return 0.0
 
 
 def times(outcome: RunOutcome) -> dict[int, tuple[float, float]]:

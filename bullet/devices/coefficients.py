@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bullet.catalog.gpus import GpuSpec
+from bullet.devices import PROFILES
 from bullet.errors import ProfileError
 
-PROFILES = Path(__file__).parents[1] / "profiles" / "data"
 ANALYTIC_FROM = "a100-80gb"
 """A GPU without a profile takes data-sheet peaks and this GPU's fitted efficiencies; labelled analytic."""
 ROWWISE = ("act", "embedding", "norm", "qk_norm", "rope")

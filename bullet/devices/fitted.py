@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -29,90 +29,15 @@ from numpy.typing import NDArray
 from bullet import work as work_model
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
+from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.terms import Curve, FittedWork, Row, Term, step_seconds_all
 from bullet.errors import ConfigError
 from bullet.state import SplitTable
 
-# ------------------------------------------------------------------------------------------ step work
 
-_Term = tuple[float, int, float]
-"""(c, q, m): seconds of one block on one SM with all SMs busy, blocks, seconds of the bytes at full bandwidth."""
-
-
-_Curve = tuple[list[float], list[float], list[float]]
-"""Seconds of a row against ``x``, the price of a byte (1 / share of bandwidth): convex, piecewise linear. Corners, and
-before each of them and after the last: seconds at 0, and seconds per unit of ``x``."""
-
-
-class _Row:
-    """Kernels that depend on one count alone (tokens, or sequences): built once per count, exact."""
-
-    __slots__ = ("bytes", "curves", "fixed_s", "gemms", "row_s", "solo_s")
-
-    def __init__(self, gemms: tuple[_Term, ...], row_s: float, fixed_s: float, bytes_: float) -> None:
-        self.gemms = gemms
-        self.row_s = row_s
-        self.fixed_s = fixed_s
-        self.bytes = bytes_
-        self.solo_s: dict[int, float] = {}
-        self.curves: dict[tuple[int, float], _Curve] = {}
-
-    def seconds(self, sms: int, rate: float, inverse: float) -> float:
-        """Seconds; ``inverse``: 1 / share of bandwidth, contention included."""
-        seconds = self.fixed_s + self.row_s * inverse
-        for block_s, blocks, moved_s in self.gemms:
-            compute_s = -(-blocks // sms) * block_s / rate
-            memory_s = moved_s * inverse
-            seconds += compute_s if compute_s > memory_s else memory_s
-        return seconds
-
-    def curve(self, sms: int, rate: float) -> _Curve:
-        """:meth:`seconds` for any ``inverse``: each GEMM is bound by compute up to its corner and by memory beyond it."""
-        terms = []
-        constant = self.fixed_s
-        for block_s, blocks, moved_s in self.gemms:
-            compute_s = -(-blocks // sms) * block_s / rate
-            constant += compute_s
-            terms.append((compute_s / moved_s if moved_s else math.inf, compute_s, moved_s))
-        terms.sort()
-        slope = self.row_s
-        corners, constants, slopes = [], [constant], [slope]
-        for corner, compute_s, moved_s in terms:
-            constant -= compute_s
-            slope += moved_s
-            corners.append(corner)
-            constants.append(constant)
-            slopes.append(slope)
-        return corners, constants, slopes
-
-
-class StepWork:
-    """What a step does, independent of SMs. ``bytes``: in all, which is what a co-runner feels of it."""
-
-    __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "head", "layers", "solo_s", "solo_sms")
-
-    def __init__(self, layers: int, dense: _Row, head: _Row | None, attention: tuple[_Term, ...],
-                 attention_fixed_s: float, fixed_s: float, bytes_: float) -> None:
-        self.layers = layers
-        self.dense = dense
-        self.head = head
-        self.attention = attention
-        self.attention_fixed_s = attention_fixed_s
-        self.fixed_s = fixed_s
-        self.bytes = bytes_
-        # The last answer of solo_seconds, if answers are kept: a step is timed against several co-runners on the same SMs.
-        self.solo_sms = 0
-        self.solo_s = 0.0
-
-
-class DeviceModel:
-    """One GPU, or a tensor-parallel group seen as one. All times in seconds.
-
-    ``cache=False`` recomputes everything; results are the same to the last bit (a test).
-    """
-
-    asks_longest = False
-    """Whether ``hybrid_work`` wants ``longest_tokens``, the longest context among the decodes. Only the paged driver knows it."""
+class DeviceModel(Device):
+    """A device of fitted coefficients. ``cache=False`` recomputes everything; results are the same to the last bit (a test)."""
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCoefficients, *, tensor_parallel: int = 1,
                  contention_scale: float = 1.0, shared_prefill_share: float = 0.5, cache: bool = True) -> None:
@@ -122,11 +47,9 @@ class DeviceModel:
         if model.num_kv_heads % tensor_parallel and tensor_parallel % model.num_kv_heads:
             raise ConfigError(f"device.tensor_parallel = {tensor_parallel}: must divide {model.name}'s {model.num_kv_heads} KV "
                               "heads, or be a multiple of them")
-        self.model = model
-        self.gpu = gpu
+        super().__init__(model, gpu, tensor_parallel)
         self.coefficients = c = coefficients
-        self.tensor_parallel = tensor_parallel
-        self.num_sms = n = gpu.num_sms
+        n = self.num_sms
         self.shared_prefill_share = shared_prefill_share
         self.loss = c.contention_loss * contention_scale
         self.cache = cache
@@ -136,7 +59,7 @@ class DeviceModel:
         busy = np.arange(n + 1)
         rate = np.minimum(c.rate_cap, 1 + c.rate_slope * (1 - busy / n))
         self._rate: list[float] = rate.tolist()
-        self._inverse_bandwidth: list[float] = [float("inf")] + [1 / self._bandwidth_share(float(p)) for p in busy[1:]]
+        self._inverse_bandwidth: list[float] = [float("inf")] + [1 / self.bandwidth_share(float(p)) for p in busy[1:]]
         empty, one = (work_model.decode_attention(model, 1, tokens, tensor_parallel) for tokens in (0, 1))
         self._query_bytes = empty.bytes
         self._context_bytes = one.bytes - empty.bytes
@@ -152,7 +75,8 @@ class DeviceModel:
         self._host_gap_s = c.host_gap_s
         self._num_layers = model.num_layers
         self._inverse_effective: dict[float, float] = {}
-        self._last_corun: tuple[StepWork | None, StepWork | None, int, int, tuple[float, float]] = (None, None, 0, 0, (0.0, 0.0))
+        self._last_corun: tuple[FittedWork | None, FittedWork | None, int, int, tuple[float, float]] = (
+            None, None, 0, 0, (0.0, 0.0))
         self._decode_lines: dict[tuple[int, int], tuple[float, float, float, float, float, float]] = {}
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
         #: All tiles' rows are multiples of it.
@@ -163,12 +87,12 @@ class DeviceModel:
         self._dense_lines: list[tuple[float, ...]] = []
         if not model.num_experts:
             self._dense_lines = self._lines(lambda tokens: work_model.dense_kernels(model, tokens, tensor_parallel))
-        self._dense: dict[int, _Row] = {}
-        self._heads: dict[int, _Row] = {}
+        self._dense: dict[int, Row] = {}
+        self._heads: dict[int, Row] = {}
 
     @property
     def source(self) -> str:
-        """Where seconds are from, one line; what a fitted profile holds of another GPU is named."""
+        """Where seconds are from; what a fitted profile holds of another GPU is named."""
         assumed = self.coefficients.notes.get("assumed", ())
         others = [text.partition(":")[0] for text in assumed if text.endswith(", A100's")]
         if self.tensor_parallel == 1:
@@ -177,21 +101,10 @@ class DeviceModel:
 
     # ---- building work ---------------------------------------------------------------------------
 
-    calibration: Mapping[str, Any] = {}
-    """Sizes at which an estimator takes its samples, where they are not :mod:`bullet.estimators.sampling`'s own."""
-    calibration_noise_std = 0.03
-    """Relative noise of those samples."""
-
-    def sampled(self) -> DeviceModel:
-        """The device as an estimator's samples see it."""
-        return self
-
-    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> StepWork:
-        """``layers`` layers over (new, past) token pieces; the LM head on ``logits_seqs`` sequences (0: none)."""
+    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> FittedWork:
         return self._work(pieces, 0, 0, layers, logits_seqs)
 
-    def decode_work(self, num_seqs: int, context_tokens: int) -> StepWork:
-        """A whole iteration; ``context_tokens``: tokens attended, the new ones included, over the batch."""
+    def decode_work(self, num_seqs: int, context_tokens: int) -> FittedWork:
         # As _work((), num_seqs, context_tokens, num_layers, num_seqs), written out: it runs at every iteration.
         dense, head = self._dense.get(num_seqs), self._heads.get(num_seqs)
         if dense is None:
@@ -200,20 +113,19 @@ class DeviceModel:
             head = self._head_row(num_seqs)
         layers = self._num_layers
         moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
-        return StepWork(
+        return FittedWork(
             layers, dense, head, ((self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
             self._decode_fixed_s, self._host_gap_s, layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
-                    logits_seqs: int, layers: int | None = None) -> StepWork:
-        """One lock-step batch: dense kernels once over all tokens, attention of both parts; all layers unless said."""
+                    logits_seqs: int, layers: int | None = None) -> FittedWork:
         return self._work(pieces, num_seqs, context_tokens, layers or self._num_layers, logits_seqs)
 
     def _work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, layers: int,
-              logits_seqs: int) -> StepWork:
+              logits_seqs: int) -> FittedWork:
         if not pieces and layers == self._num_layers and logits_seqs == num_seqs:
             return self.decode_work(num_seqs, context_tokens)
-        attention: tuple[_Term, ...] = ()
+        attention: tuple[Term, ...] = ()
         tokens, fixed_s, bytes_ = num_seqs, 0.0, 0.0
         if pieces:
             c = self.coefficients
@@ -242,51 +154,46 @@ class DeviceModel:
         if logits_seqs:
             head = self._heads.get(logits_seqs) or self._head_row(logits_seqs)
             bytes_ += head.bytes
-        return StepWork(layers, dense, head, attention, fixed_s, self._host_gap_s * (layers / self._num_layers), bytes_)
+        return FittedWork(layers, dense, head, attention, fixed_s, self._host_gap_s * (layers / self._num_layers), bytes_)
 
-    def _dense_row(self, tokens: int) -> _Row:
-        row = self._dense.get(tokens)
-        if row is None:
-            tp = self.tensor_parallel
-            extra_s = 0.0
-            if tp > 1:
-                sent = work_model.all_reduce_bytes(self.model, tokens, tp)
-                extra_s = (sent / (self.gpu.link_bytes_per_s * self.coefficients.link_efficiency)
-                           + 2 * self.coefficients.all_reduce_overhead_s)
-            if self.model.num_experts:
-                row = self._row(work_model.dense_kernels(self.model, tokens, tp), extra_s)
-            else:
-                row = self._row_along(self._dense_lines, tokens, extra_s)
-            # The embedding runs once a step; a layer carries its share, so that a prefill cut by layers adds up.
-            c, once = self.coefficients, work_model.embedding_bytes(self.model, tokens)
-            row.row_s += once / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth["embedding"]) / self.model.num_layers
-            row.fixed_s += c.rowwise_overhead_s / self.model.num_layers
-            row.bytes += once / self.model.num_layers
-            if self.cache:
-                self._dense[tokens] = row
+    def _dense_row(self, tokens: int) -> Row:
+        c, tp = self.coefficients, self.tensor_parallel
+        extra_s = 0.0
+        if tp > 1:
+            sent = work_model.all_reduce_bytes(self.model, tokens, tp)
+            extra_s = sent / (self.gpu.link_bytes_per_s * c.link_efficiency) + 2 * c.all_reduce_overhead_s
+        if self.model.num_experts:
+            row = self._row(work_model.dense_kernels(self.model, tokens, tp), extra_s)
+        else:
+            row = self._row_along(self._dense_lines, tokens, extra_s)
+        # The embedding runs once a step; a layer carries its share, so that a prefill cut by layers adds up.
+        once = work_model.embedding_bytes(self.model, tokens)
+        row.row_s += once / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth["embedding"]) / self.model.num_layers
+        row.fixed_s += c.rowwise_overhead_s / self.model.num_layers
+        row.bytes += once / self.model.num_layers
+        if self.cache:
+            self._dense[tokens] = row
         return row
 
-    def _head_row(self, seqs: int) -> _Row:
-        row = self._heads.get(seqs)
-        if row is None:
-            row = self._row_along(self._head_lines, seqs, 0.0)
-            if self.cache:
-                self._heads[seqs] = row
+    def _head_row(self, seqs: int) -> Row:
+        row = self._row_along(self._head_lines, seqs, 0.0)
+        if self.cache:
+            self._heads[seqs] = row
         return row
 
-    def _row(self, kernels: Sequence[work_model.KernelWork], extra_s: float) -> _Row:
+    def _row(self, kernels: Sequence[work_model.KernelWork], extra_s: float) -> Row:
         c = self.coefficients
-        gemms: list[_Term] = []
+        gemms: list[Term] = []
         row_s, fixed_s, bytes_ = 0.0, extra_s, 0.0
         for kernel in kernels:
             bytes_ += kernel.bytes
             if kernel.k:
-                gemms.append(self._gemm_term(kernel))
+                gemms.append(self.gemm_term(kernel))
                 fixed_s += c.gemm_overhead_s
             else:
                 row_s += kernel.bytes / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[kernel.name])
                 fixed_s += c.rowwise_overhead_s
-        return _Row(tuple(gemms), row_s, fixed_s, bytes_)
+        return Row(tuple(gemms), row_s, fixed_s, bytes_)
 
     def kernel_seconds(self, kernels: Sequence[work_model.KernelWork]) -> float:
         """Dense kernels one after the other, alone on the whole device."""
@@ -300,10 +207,10 @@ class DeviceModel:
         return [(0.0 if one.k else self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[one.name], one.bytes, two.bytes - one.bytes,
                  one.columns, one.k) for one, two in zip(kernels(1), kernels(2), strict=True)]
 
-    def _row_along(self, lines: Sequence[tuple[Any, ...]], count: int, extra_s: float) -> _Row:
+    def _row_along(self, lines: Sequence[tuple[Any, ...]], count: int, extra_s: float) -> Row:
         """:meth:`_row` of those kernels for ``count`` tokens, or sequences."""
         c = self.coefficients
-        gemms: list[_Term] = []
+        gemms: list[Term] = []
         row_s, fixed_s, bytes_ = 0.0, extra_s, 0.0
         more, filled = count - 1, -(-count // self._tile_rows)
         for per_s, bytes_1, more_bytes, columns, k in lines:
@@ -316,9 +223,9 @@ class DeviceModel:
             else:
                 row_s += moved / per_s
                 fixed_s += c.rowwise_overhead_s
-        return _Row(tuple(gemms), row_s, fixed_s, bytes_)
+        return Row(tuple(gemms), row_s, fixed_s, bytes_)
 
-    def _gemm_term(self, kernel: work_model.KernelWork) -> _Term:
+    def gemm_term(self, kernel: work_model.KernelWork) -> Term:
         """One GEMM. Mixture of experts: rows are spread over experts, each padded to its own tiles."""
         whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
@@ -354,7 +261,7 @@ class DeviceModel:
 
     # ---- seconds ---------------------------------------------------------------------------------
 
-    def _bandwidth_share(self, sms: float) -> float:
+    def bandwidth_share(self, sms: float) -> float:
         """Share of the full device's bandwidth that ``sms`` SMs can draw."""
         c = self.coefficients
 
@@ -363,8 +270,7 @@ class DeviceModel:
 
         return curve(sms / self.num_sms) / curve(1.0)
 
-    def solo_seconds(self, work: StepWork, sms: int) -> float:
-        """The step alone on ``sms`` SMs, the others idle."""
+    def solo_seconds(self, work: FittedWork, sms: int) -> float:
         if work.solo_sms == sms:
             return work.solo_s
         rate, inverse = self._rate[sms], self._inverse_bandwidth[sms]
@@ -389,16 +295,14 @@ class DeviceModel:
         """1 / share of bandwidth on a number of SMs that sharing makes a fraction: few of them occur."""
         inverse = self._inverse_effective.get(effective_sms)
         if inverse is None:
-            inverse = self._inverse_effective[effective_sms] = 1 / self._bandwidth_share(effective_sms)
+            inverse = self._inverse_effective[effective_sms] = 1 / self.bandwidth_share(effective_sms)
         return inverse
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, sms: int) -> float:
-        """``solo_seconds(decode_work(num_seqs, context_tokens), sms)`` to the last bit: linear in the context."""
+        """Linear in the context: one line for each batch size and SM count."""
         line = self._decode_lines.get((num_seqs, sms)) if self.cache else None
         if line is None:
-            work: Any = self.decode_work(num_seqs, context_tokens)
-            if type(work) is not StepWork:  # a device that prices steps in its own way
-                return self.solo_seconds(work, sms)
+            work = self.decode_work(num_seqs, context_tokens)
             assert work.head is not None
             ((block_s, blocks, _),) = work.attention
             line = self._decode_lines[num_seqs, sms] = (
@@ -408,13 +312,13 @@ class DeviceModel:
         memory_s = (query_bytes + self._context_bytes * context_tokens) / self._decode_bytes_per_s * inverse
         return (rest_s + (compute_s if compute_s > memory_s else memory_s)) * self._num_layers + fixed_s + head_s
 
-    def _row_solo(self, row: _Row, sms: int) -> float:
+    def _row_solo(self, row: Row, sms: int) -> float:
         seconds = row.seconds(sms, self._rate[sms], self._inverse_bandwidth[sms])
         if self.cache:
             row.solo_s[sms] = seconds
         return seconds
 
-    def _corun_seconds(self, work: StepWork, sms: int, rate: float, inverse: float) -> float:
+    def _corun_seconds(self, work: FittedWork, sms: int, rate: float, inverse: float) -> float:
         """Beside another step: rows come as curves, for ``inverse`` hardly ever repeats."""
         corners, constants, slopes = work.dense.curves.get((sms, rate)) or self._curve(work.dense, sms, rate)
         i = bisect_left(corners, inverse)
@@ -431,13 +335,13 @@ class DeviceModel:
             seconds += constants[i] + slopes[i] * inverse
         return seconds
 
-    def _curve(self, row: _Row, sms: int, rate: float) -> _Curve:
+    def _curve(self, row: Row, sms: int, rate: float) -> Curve:
         curve = row.curve(sms, rate)
         if self.cache:
             row.curves[sms, rate] = curve
         return curve
 
-    def corun_seconds(self, prefill: StepWork, p: int, decode: StepWork, d: int) -> tuple[float, float]:
+    def corun_seconds(self, prefill: FittedWork, p: int, decode: FittedWork, d: int) -> tuple[float, float]:
         """Full durations of each if the other ran beside it throughout. ``p + d > N``: the excess is shared.
 
         On shared SMs prefill gets ``shared_prefill_share`` of the time: a lane's effective SMs shrink, its waves are
@@ -487,23 +391,15 @@ class DeviceModel:
 
     # ---- all splits at once, for the oracle --------------------------------------------------------
 
-    def prefill_seconds_all(self, work: StepWork, splits: SplitTable, decode: StepWork | None) -> NDArray[np.float64]:
-        """Prefill's seconds on each split beside ``decode`` (or alone), and alone on N; shape (n + 1,)."""
-        return self._all(work, decode, splits, True)
-
-    def decode_seconds_all(self, work: StepWork, splits: SplitTable, prefill: StepWork | None) -> NDArray[np.float64]:
-        """Decode's seconds on each split beside ``prefill`` (or alone), and alone on N; shape (n + 1,)."""
-        return self._all(work, prefill, splits, False)
-
-    def _all(self, work: StepWork, other: StepWork | None, splits: SplitTable, is_prefill: bool) -> NDArray[np.float64]:
+    def _all(self, work: FittedWork, other: FittedWork | None, splits: SplitTable, is_prefill: bool) -> NDArray[np.float64]:
         n = self.num_sms
         own = np.append(splits.prefill_sms if is_prefill else splits.decode_sms, n)
         rates, inverses = np.array(self._rate), np.array(self._inverse_bandwidth)
-        solo = _step_seconds_all(work, own, rates[own], inverses[own])
+        solo = step_seconds_all(work, own, rates[own], inverses[own])
         if other is None:
             return solo
         beside = n - own[:-1]
-        other_solo = _step_seconds_all(other, beside, rates[beside], inverses[beside])
+        other_solo = step_seconds_all(other, beside, rates[beside], inverses[beside])
         use, other_use = work.bytes / solo[:-1], other.bytes / other_solo
         peak = self._peak_bytes_per_s
         half = peak / 2
@@ -512,36 +408,18 @@ class DeviceModel:
         other_grant = np.where(use + other_use <= peak, other_use,
                                np.where(other_use <= half, other_use, np.where(use <= half, peak - use, half)))
         slow = use / (grant * np.maximum(0.05, 1 - self.loss / peak * other_grant))
-        together = _step_seconds_all(work, own[:-1], rates[n], inverses[own[:-1]] * slow)
+        together = step_seconds_all(work, own[:-1], rates[n], inverses[own[:-1]] * slow)
         return np.append(together, solo[-1])
 
     def min_prefill_seconds(self, prompt_tokens: int) -> float:
-        """No schedule brings a first token sooner (I3): no padding, no waves, best tile, best clocks, no overheads."""
+        """No padding, no waves, best tile, best clocks, no overheads."""
         c = self.coefficients
         best_rate = max(r * p / self.num_sms for p, r in enumerate(self._rate))
         efficiency = max(e for _, _, e in c.gemm_tiles)
-        kernels = [k for k in work_model.dense_kernels(self.model, prompt_tokens, self.tensor_parallel) if k.k]
         layer_s = 0.0
-        for kernel in kernels:
-            compute_s = kernel.flops / (self.gpu.peak_flops * efficiency * best_rate)
-            layer_s += compute_s
+        for kernel in work_model.dense_kernels(self.model, prompt_tokens, self.tensor_parallel):
+            if kernel.k:
+                layer_s += kernel.flops / (self.gpu.peak_flops * efficiency * best_rate)
         pairs = work_model.prefill_attention(self.model, [(prompt_tokens, 0)], self.tensor_parallel).flops
         layer_s += pairs / (self.gpu.peak_flops * c.prefill_attention_efficiency * best_rate)
         return layer_s * self.model.num_layers
-
-
-def _step_seconds_all(work: StepWork, sms: NDArray[np.int64], rate: Any, inverse: Any) -> NDArray[np.float64]:
-    """Seconds of a step over arrays of SMs."""
-
-    def terms(items: Sequence[_Term], start: Any) -> Any:
-        seconds = start
-        for block_s, blocks, moved_s in items:
-            seconds = seconds + np.maximum(-(-blocks // sms) * block_s / rate, moved_s * inverse)
-        return seconds
-
-    seconds = terms(work.dense.gemms, work.dense.fixed_s + work.dense.row_s * inverse) + work.attention_fixed_s
-    seconds = terms(work.attention, seconds) * work.layers
-    if work.head is not None:
-        seconds = seconds + terms(work.head.gemms, work.head.fixed_s + work.head.row_s * inverse)
-    result: NDArray[np.float64] = seconds + work.fixed_s
-    return result

@@ -11,11 +11,14 @@ from pathlib import Path
 from bullet.catalog.gpus import GpuSpec, get_gpu
 from bullet.catalog.models import ModelSpec, get_model, model_label
 from bullet.config import KV_BLOCK_TOKENS, DeviceConfig
-from bullet.devices.coefficients import PROFILES, DeviceCoefficients, analytic_coefficients
+from bullet.devices import PROFILES
+from bullet.devices.base import Device
+from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
+from bullet.devices.measured import MeasuredDevice, StepProfile
+from bullet.devices.table import TABLE, TableDevice, check_tables, read_tables, table_path
+from bullet.devices.table_samples import read_samples
 from bullet.errors import ConfigError
-
-# ------------------------------------------------------------------------------------------- profiles
 
 
 def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> int:
@@ -31,18 +34,35 @@ def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> 
     return tokens
 
 
-def load_device(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
-    """The device of a configuration: fitted if a profile of (gpu, model) is shipped, else labelled what it is.
+def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
+    """The device that ``config.timing`` names. ``fit``: :func:`load_fitted`; ``table``: the measured tables themselves; a
+    folder: what ``bullet-profile fit --out FOLDER`` wrote there, a GPU's fit.json or a CPU's steps.json.
 
-    ``config.timing = "table"`` asks for the measured tables themselves instead, a folder for what a fit wrote there.
+    :class:`ConfigError` where tables, or a folder's numbers, are of another GPU or model than the configuration's.
     """
-    if config.timing == "table":
-        from bullet.devices.table import load_table_device  # it builds on this module
-
-        return load_table_device(config)
+    if config.timing == "fit":
+        return load_fitted(config, cache=cache)
     model, gpu = get_model(config.model), get_gpu(config.gpu)
-    if config.timing != "fit":
-        return _load_folder(Path(config.timing), config, model, gpu, cache)
+    if config.timing == "table":
+        return _load_tables(config, model, gpu)
+    folder = Path(config.timing)
+    fitted, steps = folder / "fit.json", folder / "steps.json"
+    if steps.is_file() and not fitted.is_file():
+        return _load_steps(steps, config, model, gpu)
+    if not fitted.is_file():
+        raise ConfigError(f"device.timing (--device-model) = {str(folder)!r}: must be fit, table, or a folder that holds "
+                          "fit.json (steps.json of a CPU): bullet-profile fit SWEEP --out FOLDER makes one")
+    coefficients = DeviceCoefficients.from_json(fitted)
+    for name, found, wanted in (("gpu", gpu.name, "--gpu"), ("model", model_label(model), "--model")):
+        if coefficients.notes.get(name, found) != found:
+            raise ConfigError(f"{fitted}: fitted on {name} {coefficients.notes[name]}, not {found}: give it as {wanted}")
+    return _fitted(coefficients, config, model, gpu, cache)
+
+
+def load_fitted(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
+    """The shipped fit of (gpu, model), whatever ``config.timing``; else another model's on that GPU, or the data sheet's:
+    labelled what it is."""
+    model, gpu = get_model(config.model), get_gpu(config.gpu)
     path = PROFILES / gpu.name / model.name / "fit.json"
     others = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"))
     if path.is_file():
@@ -52,29 +72,43 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
                                            source=f"fitted on {others[0].parent.name}'s shapes")
     else:
         coefficients = analytic_coefficients(gpu)
-    return _with_options(coefficients, config, model, gpu, cache)
+    return _fitted(coefficients, config, model, gpu, cache)
 
 
-def _with_options(coefficients: DeviceCoefficients, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec,
-                  cache: bool) -> DeviceModel:
+def _fitted(coefficients: DeviceCoefficients, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, cache: bool) -> DeviceModel:
     return DeviceModel(model, gpu, coefficients, tensor_parallel=config.tensor_parallel,
                        contention_scale=config.contention_scale, shared_prefill_share=config.shared_prefill_share,
                        cache=cache)
 
 
-def _load_folder(folder: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, cache: bool) -> DeviceModel:
-    """What ``bullet-profile fit --out FOLDER`` wrote: a GPU's fit.json, or a CPU's steps.json. One of another GPU or model
-    than the configuration's is refused."""
-    fitted, steps = folder / "fit.json", folder / "steps.json"
-    if steps.is_file() and not fitted.is_file():
-        from bullet.devices.measured import load_measured  # it builds on this module
+def _load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> TableDevice:
+    """An engine's own tables where the profile has them (``engine_tables.parquet``), else its samples of single kernels."""
+    path = table_path(gpu.name, model.name)
+    samples, fit = (path.with_name(name) for name in ("samples.parquet", "fit.json"))
+    if not path.is_file() and not (samples.is_file() and fit.is_file()):
+        have = sorted(f"{p.parent.parent.name} with {p.parent.name}" for p in PROFILES.glob("*/*/samples.parquet"))
+        raise ConfigError(f"{TABLE}: no measured tables of {model.name} on {gpu.name} are shipped; there are: "
+                          f"{', '.join(have) or 'none'}")
+    if config.tensor_parallel != 1:
+        raise ConfigError(f"{TABLE}: the tables were measured on one GPU, not device.tensor_parallel = "
+                          f"{config.tensor_parallel}")
+    if path.is_file():
+        tables = read_tables(path)
+    else:
+        path = samples
+        tables = read_samples(samples, model, gpu, DeviceCoefficients.from_json(fit))
+    check_tables(tables, model, gpu, str(path))
+    return TableDevice(model, gpu, tables)
 
-        return load_measured(steps, config, model, gpu)
-    if not fitted.is_file():
-        raise ConfigError(f"device.timing (--device-model) = {str(folder)!r}: must be fit, table, or a folder that holds "
-                          "fit.json (steps.json of a CPU): bullet-profile fit SWEEP --out FOLDER makes one")
-    coefficients = DeviceCoefficients.from_json(fitted)
-    for name, found, wanted in (("gpu", gpu.name, "--gpu"), ("model", model_label(model), "--model")):
-        if coefficients.notes.get(name, found) != found:
-            raise ConfigError(f"{fitted}: fitted on {name} {coefficients.notes[name]}, not {found}: give it as {wanted}")
-    return _with_options(coefficients, config, model, gpu, cache)
+
+def _load_steps(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> MeasuredDevice:
+    """The step times of a file."""
+    profile = StepProfile.from_json(path)
+    if config.tensor_parallel != 1:
+        raise ConfigError(f"{path}: step times of one device, not of device.tensor_parallel = {config.tensor_parallel}")
+    if profile.model not in (model.name, model_label(model)):
+        raise ConfigError(f"{path}: step times of model {profile.model}, not of {model_label(model)}: give it as --model")
+    profile = profile.shown(gpu)
+    if profile.num_sms != gpu.num_sms:
+        raise ConfigError(f"{path}: step times of {profile.hardware} with {profile.num_sms} SMs, not of {gpu.name}: give --gpu")
+    return MeasuredDevice(profile, model, gpu)

@@ -7,11 +7,11 @@ query leaves open and the rows do not decide is refused, never averaged over.
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bullet.errors import ProfileError
+from bullet.piecewise import between
 
 AXES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("prefill_attention", "prefill_layer"), ("batch", "tokens", "context_tokens")),
@@ -59,13 +59,13 @@ def _along(values: Mapping[tuple[float, ...], float], axes: Sequence[str], point
     if not nodes[0] <= x <= nodes[-1]:
         raise ProfileError(f"{op}: {axes[0]} = {x:.15g} is outside the measured {nodes[0]:.15g} to {nodes[-1]:.15g}: "
                            "nothing is extrapolated")
-    i = bisect_left(nodes, x)
 
     def at(node: float) -> float:
         inner = {key[1:]: seconds for key, seconds in values.items() if key[0] == node}
         return inner[()] if len(axes) == 1 else _along(inner, axes[1:], point[1:], op)
 
-    if nodes[i] == x:
+    if x in nodes:
         return at(x)
-    low, high = nodes[i - 1], nodes[i]
-    return at(low) + (x - low) / (high - low) * (at(high) - at(low))
+    i, share = between(x, nodes)
+    low_s = at(nodes[i])
+    return low_s + share * (at(nodes[i + 1]) - low_s)

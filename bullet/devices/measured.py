@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bullet.catalog.gpus import GpuSpec
-from bullet.catalog.models import ModelSpec, model_label
-from bullet.config import DeviceConfig
-from bullet.devices.coefficients import analytic_coefficients
-from bullet.devices.fitted import DeviceModel
-from bullet.errors import ConfigError, ProfileError
-from bullet.state import SplitTable
+from bullet.catalog.models import ModelSpec
+from bullet.devices.base import Device
+from bullet.errors import ProfileError
+from bullet.piecewise import piece
 
 TURNS = "none: lanes take turns"
 """The partition of a CPU, before a nominal GPU is named."""
@@ -143,22 +140,9 @@ def _positive(values: Any, count: int) -> bool:
 
 def along(x: float, nodes: Sequence[float], values: Sequence[float]) -> float:
     """Piecewise linear through the nodes; beyond the ends the outermost piece goes on, never below half its end."""
-    i = min(max(int(np.searchsorted(nodes, x)) - 1, 0), len(nodes) - 2)
+    i = piece(x, nodes)
     slope = (values[i + 1] - values[i]) / (nodes[i + 1] - nodes[i])
     return max(values[i] + slope * (x - nodes[i]), 0.5 * min(values[i], values[i + 1]))
-
-
-def load_measured(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> MeasuredDevice:
-    """The step times of a file as the device of a configuration."""
-    profile = StepProfile.from_json(path)
-    if config.tensor_parallel != 1:
-        raise ConfigError(f"{path}: step times of one device, not of device.tensor_parallel = {config.tensor_parallel}")
-    if profile.model not in (model.name, model_label(model)):
-        raise ConfigError(f"{path}: step times of model {profile.model}, not of {model_label(model)}: give it as --model")
-    profile = profile.shown(gpu)
-    if profile.num_sms != gpu.num_sms:
-        raise ConfigError(f"{path}: step times of {profile.hardware} with {profile.num_sms} SMs, not of {gpu.name}: give --gpu")
-    return MeasuredDevice(profile, model, gpu)
 
 
 class MeasuredWork(NamedTuple):
@@ -168,16 +152,15 @@ class MeasuredWork(NamedTuple):
     seconds: float
 
 
-class MeasuredDevice(DeviceModel):
-    """A profile with a device model's face, for the simulator and for the estimators' samples.
+class MeasuredDevice(Device):
+    """A profile as a device, for the simulator and for the estimators' samples.
 
     ``sharing``: how two steps share one processor: ``turns``, each lasting as long as both; or ``fair``, each twice as long,
     which is what turns come to for a whole prefill beside many iterations. Of no effect where lanes really run at once.
     """
 
     def __init__(self, profile: StepProfile, model: ModelSpec, gpu: GpuSpec, *, sharing: str = "turns") -> None:
-        coefficients = dataclasses.replace(analytic_coefficients(gpu), source=f"measured on {profile.hardware}")
-        super().__init__(model, dataclasses.replace(gpu, num_sms=profile.num_sms), coefficients)
+        super().__init__(model, dataclasses.replace(gpu, num_sms=profile.num_sms))
         self.profile, self.sharing = profile, sharing
         # At sizes that were measured: nothing is extrapolated. Their noise is in the medians already.
         ends = (profile.batches[0], profile.batches[-1])
@@ -186,6 +169,10 @@ class MeasuredDevice(DeviceModel):
         self._columns = list(zip(*profile.decode_s, strict=True))
 
     calibration_noise_std = 0.0
+
+    @property
+    def source(self) -> str:
+        return f"measured on {self.profile.hardware}"
 
     def sampled(self) -> MeasuredDevice:
         """Samples are of long runs, in which turns come out fair."""
@@ -200,18 +187,18 @@ class MeasuredDevice(DeviceModel):
         profile = self.profile
         return along(context_each, profile.contexts, [along(seqs, profile.batches, column) for column in self._columns])
 
-    def prefill_work(self, pieces: Any, layers: int, *, logits_seqs: int) -> Any:
+    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> MeasuredWork:
         profile = self.profile
         rows, pairs = sum(new for new, _ in pieces), sum(new * (past + new / 2) for new, past in pieces)
         body = max(self._prefill_s(rows, pairs) - profile.launch_s - profile.head_s, 0.0)
         return MeasuredWork("prefill", profile.launch_s + body * layers / self.model.num_layers
                             + (profile.head_s if logits_seqs else 0.0))
 
-    def decode_work(self, num_seqs: int, context_tokens: int) -> Any:
+    def decode_work(self, num_seqs: int, context_tokens: int) -> MeasuredWork:
         return MeasuredWork("decode", self._decode_s(num_seqs, context_tokens / num_seqs))
 
-    def hybrid_work(self, pieces: Any, num_seqs: int, context_tokens: int, *, logits_seqs: int,
-                    layers: int | None = None) -> Any:
+    def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *, logits_seqs: int,
+                    layers: int | None = None) -> MeasuredWork:
         assert layers is None, "a hybrid batch is measured whole"
         if not pieces:
             return self.decode_work(num_seqs, context_tokens)
@@ -222,12 +209,12 @@ class MeasuredDevice(DeviceModel):
             seconds += max(0.0, attended)
         return MeasuredWork("prefill", seconds)
 
-    def solo_seconds(self, work: Any, sms: int) -> float:
+    def solo_seconds(self, work: MeasuredWork, sms: int) -> float:
         curve = self.profile.prefill_sms if work.kind == "prefill" else self.profile.decode_sms
         nodes, factors = zip(*curve, strict=True)
         return float(work.seconds * np.interp(sms, nodes, factors))
 
-    def corun_seconds(self, prefill: Any, p: int, decode: Any, d: int) -> tuple[float, float]:
+    def corun_seconds(self, prefill: MeasuredWork, p: int, decode: MeasuredWork, d: int) -> tuple[float, float]:
         alone = self.solo_seconds(prefill, p), self.solo_seconds(decode, d)
         if self.profile.turns:
             return (alone[0] + alone[1],) * 2 if self.sharing == "turns" else (2 * alone[0], 2 * alone[1])
@@ -237,16 +224,3 @@ class MeasuredDevice(DeviceModel):
         nodes = [row[1] for row in rows]
         return (alone[0] * float(np.interp(d, nodes, [row[2] for row in rows])),
                 alone[1] * float(np.interp(d, nodes, [row[3] for row in rows])))
-
-    def _all(self, work: Any, other: Any, splits: SplitTable, is_prefill: bool) -> NDArray[np.float64]:
-        n = splits.num_sms
-        own = (splits.prefill_sms if is_prefill else splits.decode_sms).tolist()
-        if other is None:
-            return np.array([self.solo_seconds(work, s) for s in [*own, n]])
-        pairs = zip(splits.prefill_sms.tolist(), splits.decode_sms.tolist(), strict=True)
-        both = [self.corun_seconds(work, p, other, d)[0] if is_prefill else self.corun_seconds(other, p, work, d)[1]
-                for p, d in pairs]
-        return np.array([*both, self.solo_seconds(work, n)])
-
-    def min_prefill_seconds(self, prompt_tokens: int) -> float:
-        return 0.0

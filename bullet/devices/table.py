@@ -20,24 +20,22 @@ decode, and a lone prefill of fewer than 16 tokens. Tables hold the whole device
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.catalog.gpus import BYTES_SLACK, FLOOR_S, PEAK_SLACK, UNIT_FACTOR, GpuSpec, get_gpu
-from bullet.catalog.models import ModelSpec, get_model
-from bullet.config import DeviceConfig
-from bullet.devices.coefficients import PROFILES, DeviceCoefficients, analytic_coefficients
-from bullet.devices.fitted import DeviceModel, StepWork
+from bullet.catalog.gpus import BYTES_SLACK, FLOOR_S, PEAK_SLACK, UNIT_FACTOR, GpuSpec
+from bullet.catalog.models import ModelSpec
+from bullet.devices import PROFILES
+from bullet.devices.base import Device
 from bullet.errors import ConfigError, ProfileError
-from bullet.state import SplitTable
+from bullet.parquet import read_table
 from bullet.work import gemm_shapes
 
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -70,24 +68,20 @@ class KernelTables:
     beside: str = ""
 
 
-class TableWork:
+class TableWork(NamedTuple):
     """A step's seconds on the whole device."""
 
-    __slots__ = ("seconds",)
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    seconds: float
 
 
-class TableDevice(DeviceModel):
+class TableDevice(Device):
     """One whole GPU as its engine's kernel tables say. ``host_gap_s``: exposed host time, added to every step.
 
     ``clamped`` counts queries in the two holes at the lower rim of the tables.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, tables: KernelTables, *, host_gap_s: float = 0.0) -> None:
-        label = f"table: {tables.source}, interpolated" + (f"; {tables.beside}" if tables.beside else "")
-        super().__init__(model, gpu, dataclasses.replace(analytic_coefficients(gpu), source=label, notes={}))
+        super().__init__(model, gpu)
         self.tables = tables
         self.host_gap_s = host_gap_s
         self.clamped = 0
@@ -101,19 +95,19 @@ class TableDevice(DeviceModel):
 
     # ---- building work ---------------------------------------------------------------------------
 
-    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> Any:
+    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> TableWork:
         """Some layers of a prefill: their share of the whole, and the head where it runs."""
         share = layers / self.model.num_layers
         tokens = sum(new for new, _ in pieces)
         seconds = share * (self._dense_seconds(tokens) + self._attention_seconds(pieces, 0, 0))
         return TableWork(seconds + self._head_seconds(logits_seqs) + share * self.host_gap_s)
 
-    def decode_work(self, num_seqs: int, context_tokens: int) -> Any:
+    def decode_work(self, num_seqs: int, context_tokens: int) -> TableWork:
         """A whole iteration; ``context_tokens`` as everywhere includes the new tokens."""
         return self.hybrid_work((), num_seqs, context_tokens, logits_seqs=num_seqs)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
-                    logits_seqs: int, layers: int | None = None) -> Any:
+                    logits_seqs: int, layers: int | None = None) -> TableWork:
         """One lock-step batch, all layers unless said. A piece of one token is, to the kernel, a decode."""
         long = [piece for piece in pieces if piece[0] > 1]
         for new, past in pieces:
@@ -195,29 +189,23 @@ class TableDevice(DeviceModel):
 
     # ---- seconds ---------------------------------------------------------------------------------
 
-    def solo_seconds(self, work: StepWork | TableWork, sms: int) -> float:
+    def solo_seconds(self, work: TableWork, sms: int) -> float:
         """As measured: on the whole device."""
-        assert isinstance(work, TableWork)
         if sms != self.num_sms:
             raise ConfigError(f"{TABLE}: a step was asked for on {sms} SMs, the tables of {self.gpu.name} were measured on all "
                               f"{self.num_sms}: use a one-lane policy (vllm-N, sglang-N) or 'fit'")
         return work.seconds
 
-    def corun_seconds(self, prefill: StepWork, p: int, decode: StepWork, d: int) -> tuple[float, float]:
+    def corun_seconds(self, prefill: TableWork, p: int, decode: TableWork, d: int) -> NoReturn:
         """Not measured."""
-        self._alone()
-
-    def _all(self, work: StepWork, other: StepWork | None, splits: SplitTable, is_prefill: bool) -> NDArray[np.float64]:
-        self._alone()
-
-    def _alone(self) -> NoReturn:
         raise ConfigError(f"{TABLE}: the tables of {self.gpu.name} hold no two steps side by side and no SM partition: use a "
                           "one-lane policy (vllm-N, sglang-N) or 'fit'")
 
     @property
     def source(self) -> str:
         """Where seconds are from, and how many queries fell into the holes at the tables' lower rim."""
-        return self.coefficients.source + (f"; {self.clamped} attention queries below the first point" if self.clamped else "")
+        return (f"table: {self.tables.source}, interpolated" + (f"; {self.tables.beside}" if self.tables.beside else "")
+                + (f"; {self.clamped} attention queries below the first point" if self.clamped else ""))
 
     def min_prefill_seconds(self, prompt_tokens: int) -> float:
         """The least seconds per token in the tables, for every token; attention left out."""
@@ -261,17 +249,8 @@ def table_path(gpu: str, model: str) -> Path:
 
 def read_tables(path: Path) -> KernelTables:
     """Read a profile's tables; :class:`ProfileError` names the file and what is wrong with it."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path)
-        columns = {name: table[name].to_pylist() for name in ("kernel", "tokens", "sequences", *ATTENTION_AXES, "seconds")}
-    except (OSError, KeyError, pa.ArrowException) as exc:
-        raise ProfileError(f"{path}: cannot be read as kernel tables ({str(exc).splitlines()[0]})") from None
-    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return tables_from_rows(rows, metadata.get("source", str(path)), str(path))
+    table, metadata = read_table(path, "kernel tables", ("kernel", "tokens", "sequences", *ATTENTION_AXES, "seconds"))
+    return tables_from_rows(table.to_pylist(), metadata.get("source", str(path)), str(path))
 
 
 def tables_from_rows(rows: Sequence[Mapping[str, Any]], source: str, where: str) -> KernelTables:
@@ -345,29 +324,3 @@ def check_tables(tables: KernelTables, model: ModelSpec, gpu: GpuSpec, where: st
 def _curve(points: Mapping[float, float]) -> Curve:
     counts = sorted(points)
     return np.array(counts, dtype=float), np.array([points[c] for c in counts])
-
-
-def load_table_device(config: DeviceConfig) -> TableDevice:
-    """The table device of a configuration; :class:`ConfigError` where no tables are shipped or they cannot say.
-
-    An engine's own tables where the profile has them (``engine_tables.parquet``), else its samples of single kernels.
-    """
-    from bullet.devices.table_samples import read_samples  # it builds on this module
-
-    model, gpu = get_model(config.model), get_gpu(config.gpu)
-    path = table_path(gpu.name, model.name)
-    samples, fit = (path.with_name(name) for name in ("samples.parquet", "fit.json"))
-    if not path.is_file() and not (samples.is_file() and fit.is_file()):
-        have = sorted(f"{p.parent.parent.name} with {p.parent.name}" for p in PROFILES.glob("*/*/samples.parquet"))
-        raise ConfigError(f"{TABLE}: no measured tables of {model.name} on {gpu.name} are shipped; there are: "
-                          f"{', '.join(have) or 'none'}")
-    if config.tensor_parallel != 1:
-        raise ConfigError(f"{TABLE}: the tables were measured on one GPU, not device.tensor_parallel = "
-                          f"{config.tensor_parallel}")
-    if path.is_file():
-        tables = read_tables(path)
-    else:
-        path = samples
-        tables = read_samples(samples, model, gpu, DeviceCoefficients.from_json(fit))
-    check_tables(tables, model, gpu, str(path))
-    return TableDevice(model, gpu, tables)

@@ -29,6 +29,7 @@ from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.table import Curve, KernelTables
 from bullet.errors import ProfileError
+from bullet.parquet import read_table
 from bullet.work import KernelWork, dense_kernels, embedding_bytes, head_kernels
 
 GEMMS: Mapping[str, str] = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
@@ -46,14 +47,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def read_samples(path: Path, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCoefficients) -> KernelTables:
     """A profile's samples; :class:`ProfileError` names the file if it cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows = pq.read_table(path, columns=list(COLUMNS)).to_pylist()
-    except (OSError, KeyError, pa.ArrowException) as exc:
-        raise ProfileError(f"{path}: cannot be read as samples ({str(exc).splitlines()[0]})") from None
-    return tables_of(rows, model, gpu, coefficients, str(path))
+    return tables_of(read_table(path, "samples", COLUMNS)[0].to_pylist(), model, gpu, coefficients, str(path))
 
 
 def tables_of(rows: Rows, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCoefficients, where: str) -> KernelTables:

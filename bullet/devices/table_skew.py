@@ -19,7 +19,6 @@ not scaled.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,8 @@ from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.table import KernelTables, TableDevice, TableWork
 from bullet.errors import ConfigError, ProfileError
+from bullet.parquet import read_table
+from bullet.piecewise import between
 
 FILE = "decode_skew.parquet"
 COLUMNS = ("sequences", "mean_context_tokens", "longest_context_tokens", "even_seconds", "seconds")
@@ -54,11 +55,9 @@ class DecodeSkew:
         sizes = self.sequences
         if num_seqs > sizes[-1]:
             self._refuse(num_seqs, beyond_tokens, f"up to {sizes[-1]} sequences")
-        at = bisect_left(sizes, num_seqs)
-        if sizes[at] == num_seqs:
-            return self._along(at, num_seqs, beyond_tokens)
-        right = (num_seqs - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return ((1 - right) * self._along(at - 1, num_seqs, beyond_tokens) + right * self._along(at, num_seqs, beyond_tokens))
+        at, right = between(num_seqs, sizes)
+        before_s = self._along(at, num_seqs, beyond_tokens) if right < 1 else 0.0  # a size of its own is asked alone
+        return (1 - right) * before_s + right * self._along(at + 1, num_seqs, beyond_tokens)
 
     def _along(self, at: int, num_seqs: int, beyond_tokens: float) -> float:
         if self.sequences[at] == 1:
@@ -66,11 +65,8 @@ class DecodeSkew:
         tokens, seconds = self.curves[at]
         if beyond_tokens > tokens[-1]:
             self._refuse(num_seqs, beyond_tokens, f"up to {tokens[-1]:g} at {self.sequences[at]} sequences")
-        i = bisect_left(tokens, beyond_tokens)
-        if tokens[i] == beyond_tokens:
-            return seconds[i]
-        right = (beyond_tokens - tokens[i - 1]) / (tokens[i] - tokens[i - 1])
-        return (1 - right) * seconds[i - 1] + right * seconds[i]
+        i, right = between(beyond_tokens, tokens)
+        return (1 - right) * seconds[i] + right * seconds[i + 1]
 
     def _refuse(self, num_seqs: int, beyond_tokens: float, measured: str) -> NoReturn:
         raise ProfileError(f"{self.source}: {num_seqs} decodes of which the longest is {beyond_tokens:g} tokens beyond the mean "
@@ -91,18 +87,18 @@ class SkewedTableDevice(TableDevice):
         self.graph_tokens = graph_tokens
         self.exposed_s = host_gap_s
 
-    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> Any:
+    def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> TableWork:
         """As the tables have it, times the factor."""
         seconds = super().prefill_work(pieces, layers, logits_seqs=logits_seqs).seconds
         return self._finished(seconds, sum(new for new, _ in pieces), layers, 0.0)
 
-    def decode_work(self, num_seqs: int, context_tokens: int) -> Any:
+    def decode_work(self, num_seqs: int, context_tokens: int) -> TableWork:
         """One sequence is its own longest; of more, somebody must say it."""
         return self.hybrid_work((), num_seqs, context_tokens, logits_seqs=num_seqs,
                                 longest_tokens=context_tokens if num_seqs == 1 else None)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *, logits_seqs: int,
-                    layers: int | None = None, longest_tokens: int | None = None) -> Any:
+                    layers: int | None = None, longest_tokens: int | None = None) -> TableWork:
         """``longest_tokens``: the longest context of the ``num_seqs`` decodes, its new token included like theirs."""
         seconds = super().hybrid_work(pieces, num_seqs, context_tokens, logits_seqs=logits_seqs, layers=layers).seconds
         tokens = num_seqs + sum(new for new, _ in pieces)
@@ -142,15 +138,8 @@ def read_skew(path: Path, device: TableDevice) -> DecodeSkew:
 
     ``device``: of the tables that the rows belong to; they must agree on batches of equal contexts.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path)
-        rows = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*(table[name].to_pylist() for name in COLUMNS), strict=True)]
-    except (OSError, KeyError, pa.ArrowException) as exc:
-        raise ProfileError(f"{path}: cannot be read as skew rows ({str(exc).splitlines()[0]})") from None
-    metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
+    table, metadata = read_table(path, "skew rows", COLUMNS)
+    rows = table.to_pylist()
     skew = skew_from_rows(rows, metadata.get("source", str(path)), str(path))
     check_skew(rows, device, str(path))
     return skew

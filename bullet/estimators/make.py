@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
-from bullet.devices.fitted import DeviceModel
+from bullet.devices.base import Device
 from bullet.errors import ConfigError
 from bullet.estimators.base import Estimator
 from bullet.estimators.oracle import Oracle
@@ -13,7 +13,7 @@ from bullet.estimators.srm import Srm
 from bullet.state import SplitTable
 
 
-def make_estimator(name: str, *, device: DeviceModel, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, seed: int,
+def make_estimator(name: str, *, device: Device, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, seed: int,
                    recalibrate: bool = True, error: float = 1.0) -> Estimator:
     """``srm``, ``srm-blind`` or ``oracle``, calibrated on samples of the device where it needs them."""
     if name not in ("srm", "srm-blind", "oracle"):

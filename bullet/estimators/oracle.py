@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from bullet.catalog.gpus import GpuSpec
-from bullet.devices.fitted import DeviceModel, StepWork
+from bullet.devices.base import Device, StepWork
 from bullet.estimators.base import Array, Sample
 from bullet.estimators.roofline import Cache
 from bullet.estimators.srm import Srm
@@ -18,7 +18,7 @@ from bullet.state import DECODE, PREFILL, SplitTable
 class Oracle(Srm):
     """Asks the simulated device itself: an upper bound, not a predictor that anyone could have."""
 
-    def __init__(self, device: DeviceModel, gpu: GpuSpec, splits: SplitTable, samples: Sequence[Sample], *,
+    def __init__(self, device: Device, gpu: GpuSpec, splits: SplitTable, samples: Sequence[Sample], *,
                  recalibrate: bool, error: float) -> None:
         super().__init__(device.model, gpu, splits, samples, tensor_parallel=device.tensor_parallel,
                          recalibrate=recalibrate, error=error)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bullet.devices.fitted import DeviceModel
+from bullet.devices.base import Device
 from bullet.errors import ProfileError
 from bullet.estimators.base import Sample
 from bullet.state import DECODE, PREFILL, SplitTable
@@ -30,7 +30,7 @@ class SampledState(NamedTuple):
     layers: int | None = None
 
 
-def calibration_states(device: DeviceModel, splits: SplitTable, *,
+def calibration_states(device: Device, splits: SplitTable, *,
                        prefill_tokens: Sequence[int] = (32, 256, 1024, 4096, 16384),
                        batches: Sequence[int] = (1, 8, 32, 64, 96, 128, 512), corun_batches: Sequence[int] = (8, 64, 512),
                        contexts: Sequence[int] = (256, 4096)) -> list[SampledState]:
@@ -55,7 +55,7 @@ def calibration_states(device: DeviceModel, splits: SplitTable, *,
     return states
 
 
-def sample_device(device: DeviceModel, states: Sequence[SampledState], *, seed: int, noise_std: float = 0.03,
+def sample_device(device: Device, states: Sequence[SampledState], *, seed: int, noise_std: float = 0.03,
                   repeats: int = 1) -> list[Sample]:
     """Noisy samples of the simulated device, alone and co-running, as a GPU would give them: ``repeats`` of each state,
     in order. A state with both phases gives a sample of either side, decode's first.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bullet.catalog.gpus import GpuSpec
     from bullet.catalog.models import ModelSpec
     from bullet.config import RunConfig
-    from bullet.devices.fitted import DeviceModel
+    from bullet.devices.base import Device
     from bullet.state import SplitTable
 
 __all__ = ["POLICIES", "Policy", "PolicyContext", "build_policy", "check_name", "describe", "is_custom", "make_policy",
@@ -107,7 +107,7 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
     return policy
 
 
-def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, device: DeviceModel | None) -> Policy:
+def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, device: Device | None) -> Policy:
     """The policy that a configuration names; its estimator, where it asks one, starts from ``device``."""
     from bullet.estimators.make import make_estimator
 

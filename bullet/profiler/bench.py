@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import MODELS, ModelSpec
 from bullet.config import DeviceConfig
-from bullet.devices.load import load_device
+from bullet.devices.load import load_fitted
 from bullet.errors import ProfileError
 from bullet.estimators.sampling import SampledState, sample_device
 from bullet.gpu.partition import PartitionTable, plain_table
@@ -311,7 +311,7 @@ class SimulatedBench:
         if MODELS.get(model.name) != model:
             raise ProfileError(f"--device simulated: model {model.name!r} is not built in; choose one of "
                                f"{', '.join(MODELS)}")
-        self.device = load_device(DeviceConfig(model=model.name, gpu=gpu_name))
+        self.device = load_fitted(DeviceConfig(model=model.name, gpu=gpu_name))
         self.model = model
         self.table = table
         self.num_units = get_gpu(gpu_name).num_sms

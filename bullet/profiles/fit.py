@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bullet.catalog.models import ModelSpec, model_label
-from bullet.devices.coefficients import ANALYTIC_FROM, PROFILES, DeviceCoefficients
+from bullet.devices import PROFILES
+from bullet.devices.coefficients import ANALYTIC_FROM, DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.measured import StepProfile
 from bullet.errors import ConfigError, ProfileError

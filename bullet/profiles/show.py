@@ -10,9 +10,10 @@ from typing import Any
 
 from bullet.catalog.gpus import GPUS
 from bullet.config import DeviceConfig
-from bullet.devices.coefficients import PROFILES, DeviceCoefficients
+from bullet.devices import PROFILES
+from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
-from bullet.devices.load import load_device
+from bullet.devices.load import load_fitted
 from bullet.devices.lookup import lookup
 from bullet.errors import ProfileError
 from bullet.profiles.check import DEVICES, check_samples
@@ -32,7 +33,7 @@ UNITS = {"gemm_bandwidth": "memory", "decode_attention_bandwidth": "memory", "ro
 
 def shipped_lines(gpu: str, model: str) -> list[str]:
     """A GPU's device for a model as one page of text, and the folder that holds it."""
-    device = load_device(DeviceConfig(gpu=gpu, model=model))
+    device = load_fitted(DeviceConfig(gpu=gpu, model=model))
     lines, folder = profile_lines(device), PROFILES / device.gpu.name / device.model.name
     if folder.is_dir():
         lines += ["", f"{folder}: fit.json holds these numbers, SOURCE.md their sources, samples.parquet the rows"]

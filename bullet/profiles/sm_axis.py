@@ -224,7 +224,7 @@ def _terms(op: str, shape: tuple[int, ...], device: DeviceModel) -> tuple[tuple[
     """(block seconds, blocks, seconds of bytes) and overhead of one kernel, as the device has it."""
     c, model = device.coefficients, device.model
     if op == "gemm":
-        return device._gemm_term(work.gemm("g", *shape, model.dtype_bytes)), c.gemm_overhead_s
+        return device.gemm_term(work.gemm("g", *shape, model.dtype_bytes)), c.gemm_overhead_s
     if op == "decode_attention":
         moved = work.decode_attention(model, shape[0], shape[0] * shape[1]).bytes
         return ((c.decode_attention_seq_s, device.num_sms * shape[0],

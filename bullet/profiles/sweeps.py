@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bullet.catalog.models import ModelSpec, get_model, model_label
-from bullet.devices.coefficients import PROFILES
+from bullet.devices import PROFILES
 from bullet.devices.fitted import DeviceModel
 from bullet.errors import ProfileError
 from bullet.profiles import kernels

@@ -18,7 +18,9 @@ from bullet import policies
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec, get_model, model_label
 from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo, to_toml
-from bullet.devices.coefficients import PROFILES, DeviceCoefficients, analytic_coefficients
+from bullet.devices import PROFILES
+from bullet.devices.base import Device
+from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ConfigError, ResultsError
@@ -74,7 +76,7 @@ def real_config(config: RunConfig) -> RunConfig:
         config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0))
 
 
-def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> DeviceModel:
+def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> Device:
     """What the estimator takes its samples from: measured step times, else the built-in profile of that GPU."""
     if profile is not None:
         return MeasuredDevice(profile.shown(gpu), model, gpu)

@@ -21,7 +21,7 @@ from simpy.events import NORMAL
 
 from bullet.catalog.models import get_model
 from bullet.config import RunConfig
-from bullet.devices.fitted import DeviceModel, StepWork
+from bullet.devices.base import Device, StepWork
 from bullet.errors import ConfigError, NoProgressError, PartitionError
 from bullet.policies import is_custom
 from bullet.policies.base import Policy, check_decision
@@ -146,7 +146,7 @@ class _Noise:
 class Simulation:
     """One run. ``run`` executes it to the end; rows go to ``sink`` as they come."""
 
-    def __init__(self, config: RunConfig, workload: Workload, device: DeviceModel, policy: Policy, splits: SplitTable,
+    def __init__(self, config: RunConfig, workload: Workload, device: Device, policy: Policy, splits: SplitTable,
                  kv_blocks: int, sink: RowSink, *, progress: Callable[[int], None] | None = None,
                  record: Recorder | None = None) -> None:
         assert config.slo.ttft_s_per_token is not None

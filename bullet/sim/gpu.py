@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bullet.devices.fitted import DeviceModel
+from bullet.devices.base import Device
 from bullet.state import DECODE, HYBRID, PREFILL, Step
 
 INFINITY = float("inf")
@@ -77,7 +77,7 @@ class HybridFlight:
 class SimulatedGpu:
     """One device (or tensor-parallel group), what each lane has in flight, and the account of its SM-seconds (I5)."""
 
-    def __init__(self, device: DeviceModel) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
         self.num_sms = device.num_sms
         self.prefill: Flight | None = None

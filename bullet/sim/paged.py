@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import simpy
 
 from bullet.config import RunConfig
-from bullet.devices.fitted import DeviceModel, StepWork
+from bullet.devices.base import Device, StepWork
 from bullet.errors import ConfigError
 from bullet.policies.base import Policy
 from bullet.sim.driver import Simulation
@@ -42,7 +42,7 @@ class PagedSimulation(Simulation):
 
     state: PagedState
 
-    def __init__(self, config: RunConfig, workload: Workload, device: DeviceModel, policy: Policy, splits: SplitTable,
+    def __init__(self, config: RunConfig, workload: Workload, device: Device, policy: Policy, splits: SplitTable,
                  kv_blocks: int, sink: Any, **options: Any) -> None:
         super().__init__(config, workload, device, policy, splits, kv_blocks, sink, **options)
         paging = getattr(policy, "paging", None)

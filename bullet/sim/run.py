@@ -12,7 +12,7 @@ import numpy as np
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
 from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo
-from bullet.devices.fitted import DeviceModel
+from bullet.devices.base import Device
 from bullet.devices.load import kv_capacity_tokens, load_device
 from bullet.errors import ConfigError
 from bullet.policies import build_policy
@@ -30,7 +30,7 @@ def build_splits(config: RunConfig, num_sms: int) -> SplitTable:
 
 def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any = None,
              progress: Callable[[int], None] | None = None, policy: Policy | None = None,
-             device: DeviceModel | None = None, record: Recorder | None = None) -> RunOutcome:
+             device: Device | None = None, record: Recorder | None = None) -> RunOutcome:
     """Run one configuration and return what happened.
 
     ``writer`` (:class:`bullet.results.RunWriter`) takes rows as they come; without one they stay in memory.

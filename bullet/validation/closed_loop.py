@@ -23,7 +23,7 @@ import numpy as np
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import MODELS, ModelSpec, get_model
 from bullet.config import RunConfig, load_run_config, resolve_slo
-from bullet.devices.fitted import DeviceModel
+from bullet.devices.base import Device
 from bullet.devices.load import load_device
 from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ConfigError, ProfileError, ResultsError
@@ -234,7 +234,7 @@ def stored_steps(folder: Path) -> StepProfile:
     return StepProfile.from_json(swept if swept.is_file() else folder / "steps.json")
 
 
-def device_of(config: RunConfig, steps: StepProfile, given: Path | None) -> DeviceModel:
+def device_of(config: RunConfig, steps: StepProfile, given: Path | None) -> Device:
     """What simulates: the step times, or the folder of a fit that was given."""
     if given is not None:
         return load_device(dataclasses.replace(config.device, timing=str(given)))
@@ -333,7 +333,7 @@ def drift(before: StepProfile, after: StepProfile) -> list[float]:
     return [float(np.median(ratios)), min(ratios), max(ratios)]
 
 
-def step_rows(simulated: StepTable, measured: StepTable, device: DeviceModel) -> list[dict[str, Any]]:
+def step_rows(simulated: StepTable, measured: StepTable, device: Device) -> list[dict[str, Any]]:
     """Steps by lane, SMs and whether anything ran beside them: counts and medians of both sides. For steps alone also the
     median error of the step times at the very work of each real step, as its row has it."""
     rows = []
@@ -353,7 +353,7 @@ def step_rows(simulated: StepTable, measured: StepTable, device: DeviceModel) ->
     return rows
 
 
-def same_work_s(device: DeviceModel, lane: str, sms: int, side: Mapping[str, Any], i: int) -> float:
+def same_work_s(device: Device, lane: str, sms: int, side: Mapping[str, Any], i: int) -> float:
     """The step times' answer for one real step alone; a batch of prompts counts as one of their sum."""
     tokens, seqs, context = (int(side[name][i]) for name in ("prefill_tokens", "decode_seqs", "context_tokens"))
     layers, first = int(side["layers"][i]), int(side["first_layer"][i])

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
 from bullet.config import KV_BLOCK_TOKENS
-from bullet.devices.coefficients import PROFILES
+from bullet.devices import PROFILES
 from bullet.devices.table import FILE, KernelTables, TableDevice, check_tables, read_tables
 from bullet.devices.table_skew import FILE as SKEW_FILE
 from bullet.devices.table_skew import DecodeSkew, read_skew

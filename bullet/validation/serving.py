@@ -26,7 +26,7 @@ from bullet.catalog.gpus import GpuSpec, get_gpu
 from bullet.catalog.models import get_model
 from bullet.config import KV_BLOCK_TOKENS, DeviceConfig, RunConfig, WorkloadConfig, load_run_config
 from bullet.devices.fitted import DeviceModel
-from bullet.devices.load import kv_capacity_tokens, load_device
+from bullet.devices.load import kv_capacity_tokens, load_fitted
 from bullet.errors import ConfigError
 from bullet.files import write_json, write_text
 from bullet.results.columns import RunOutcome
@@ -99,7 +99,7 @@ def get_engine(point: Point) -> Engine:
 def build_device(point: Point, host_gap_s: float = 0.0) -> DeviceModel:
     """The shipped profile of the point's GPU, or the data sheet's, with a host gap for diagnosis."""
     gpu: GpuSpec = A100_40GB if point.gpu == A100_40GB.name else get_gpu(point.gpu)
-    device = load_device(DeviceConfig(model=MODEL, gpu=_profile_gpu(point)))
+    device = load_fitted(DeviceConfig(model=MODEL, gpu=_profile_gpu(point)))
     coefficients = dataclasses.replace(device.coefficients, host_gap_s=device.coefficients.host_gap_s + host_gap_s)
     if gpu is A100_40GB:
         coefficients = dataclasses.replace(coefficients, source=f"a100-80gb's fit at {gpu.mem_bytes_per_s / GIGA:,.0f} GB/s")

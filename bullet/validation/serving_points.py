@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bullet.devices.coefficients import PROFILES
+from bullet.devices import PROFILES
 from bullet.errors import ProfileError
 
 FILE = "serving_points.csv"

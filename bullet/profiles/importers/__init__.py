@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from bullet.catalog.models import get_model
-from bullet.devices.coefficients import PROFILES
+from bullet.devices import PROFILES
 from bullet.errors import ProfileError, ResultsError
 from bullet.files import make_folder
 from bullet.profiles.check import check_samples
