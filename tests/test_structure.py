@@ -24,9 +24,7 @@ HOMES = {"simpy": {"sim"}, "torch": {"engine", "profiler", "runtime", "kernels",
 """Which wings may import what is dear to load, at the top or anywhere."""
 
 PENDING = {
-    "bullet.devices.table <- bullet.devices.table_samples <- bullet.devices.table",
-    "bullet.devices.table_samples <- bullet.devices.table <- bullet.devices.table_samples",
-    "devices/fitted.py", "engine/engine.py", "runtime/driver.py", "sim/driver.py"}
+    "engine/engine.py", "runtime/driver.py", "sim/driver.py"}
 """What is still to be put right; to be empty, and then to go."""
 
 
