@@ -136,12 +136,12 @@ def _open_cpu(config: RunConfig, max_tokens: int, weights: Path | None, threads:
 
 def known_gpu(name: str, num_sms: int) -> GpuSpec:
     """The data sheet behind a device's name, with the SMs that are really there."""
-    plain = name.lower().replace(" ", "")
-    found = next((key for key in GPUS if key.split("-")[0] in plain), None)
-    if found is None:
-        raise ConfigError(f"GPU {name!r} is not among {', '.join(GPUS)}: add its data sheet to bullet/catalog/gpus.py, which the "
-                          "estimator starts from")
-    return dataclasses.replace(get_gpu(found), num_sms=num_sms)
+    try:
+        gpu = get_gpu(name)
+    except ConfigError:
+        raise ConfigError(f"GPU {name!r} is not among {', '.join(GPUS)}: add its data sheet to bullet/catalog/cards, which the "
+                          "estimator starts from") from None
+    return dataclasses.replace(gpu, num_sms=num_sms)
 
 
 def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend: str, allow_busy: bool,
