@@ -138,6 +138,7 @@ def torchs_on_sms(table: Sequence[Row], own: dict[str, Any], fitted: kernels.Fit
     for op, solve in (("decode_attention", kernels.fit_decode), ("prefill_attention", kernels.fit_prefill)):
         rows = kernels.of_family(theirs, op).get(kernels.OWN, [])
         if there[op] and len(rows) >= 2 * kernels.PARAMETERS[op]:
+            trial.sources[op] = kernels.OWN
             solve(trial, {kernels.OWN: rows}, kernels.OWN)
             swept[op] = there[op]
             taken.append(op)
