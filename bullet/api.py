@@ -63,13 +63,13 @@ class Run:
     def requests(self) -> DataFrame:
         """A row a request: the columns of requests.parquet, and ``ttft_s``, ``tpot_s``, ``e2e_s`` (seconds; NaN where the request
         did not finish, and TPOT of one-token outputs). Needs pandas."""
-        table = self.request_table
-        tokens = table["output_tokens"]
-        done = np.where(table["status"] == "finished", 1.0, np.nan)
-        frame = _frame(table)
-        frame["ttft_s"] = (table["first_token_s"] - table["arrival_s"]) * done
-        frame["tpot_s"] = (table["finish_s"] - table["first_token_s"]) / np.where(tokens > 1, tokens - 1, np.nan) * done
-        frame["e2e_s"] = (table["finish_s"] - table["arrival_s"]) * done
+        table, frame = self.request_table, _frame(self.request_table)
+        done = table["status"] == "finished"
+        for name, of, have in (("ttft_s", metrics.ttft_s, done), ("e2e_s", metrics.e2e_s, done),
+                               ("tpot_s", metrics.tpot_s, done & (table["output_tokens"] > 1))):
+            seconds = np.full(len(table), np.nan)
+            seconds[have] = of(table)
+            frame[name] = seconds
         return frame
 
     @cached_property
