@@ -32,20 +32,27 @@ PART_ROWS = 16384
 def _arrow(table: Table, metadata: Mapping[str, str]) -> Any:
     import pyarrow as pa
 
+    def numbers(values: NDArray[Any]) -> Any:
+        """NaN is null. From the bytes, as all here: ``pa.array`` would import pandas where it is installed."""
+        present = ~np.isnan(values)
+        valid = None if present.all() else pa.py_buffer(np.packbits(present, bitorder="little"))
+        data = pa.py_buffer(np.ascontiguousarray(values))
+        return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [valid, data])
+
     arrays, fields = [], []
     for name, kind in table.columns.items():
         values = table[name]
         if kind == "str":
-            # Names repeat: a dictionary of the few, codes for the many. Built by hand: handing lists to pyarrow would
-            # import pandas where it is installed.
+            # Names repeat: a dictionary of the few, codes for the many.
             texts = values.tolist()
             known = {text: i for i, text in enumerate(sorted(set(texts)))}
             codes = np.fromiter(map(known.__getitem__, texts), dtype=np.int32, count=len(texts))
-            array = pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(list(known), type=pa.string()))
-        elif kind == "f8":
-            array = pa.array(values, mask=np.isnan(values))
+            names = [text.encode() for text in known]
+            ends = np.cumsum([0, *map(len, names)], dtype=np.int32)
+            array = pa.DictionaryArray.from_arrays(
+                numbers(codes), pa.StringArray.from_buffers(len(names), pa.py_buffer(ends), pa.py_buffer(b"".join(names))))
         else:
-            array = pa.array(values)
+            array = numbers(values)
         arrays.append(array)
         fields.append(pa.field(name, array.type))
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=dict(metadata)))
