@@ -147,7 +147,7 @@ class Bullet:
             tokens, layers_left = tuple([r.known_tokens for r in popped]), state.num_layers
             total_tokens = sum(tokens)
             whole = self.estimator.prefill_line(tokens, beside)
-        layers = min(self.layers_per_step, layers_left)
+        layers = self.layers_per_step if self.layers_per_step < layers_left else layers_left
         admit = tuple([r.id for r in popped]) if popped else ()
 
         if not self.partition:
@@ -232,10 +232,13 @@ class Bullet:
             return self.fixed, "fixed"
         if kv_full:
             return self._free_kv(ttft), "kv-full"
+        if limit_s > self.cap_s:
+            limit_s = self.cap_s
         if tpot_met:
             # ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO.
             present = self._present_decode(state)
-            found = step.first_within(min(limit_s, self.cap_s), self.floor, min(present, self.full - 1))
+            last = present if present < self.full else self.full - 1
+            found = step.first_within(limit_s, self.floor, last)
             if found is not None:
                 return found, REDUCE_DECODE
             if self.floor <= present < self.full:
@@ -243,7 +246,7 @@ class Bullet:
         elif ttft_met:
             # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
             in_time = ttft.met(self.floor, self.full)
-            both = (step.all()[self.floor : self.full] <= min(limit_s, self.cap_s)) & in_time
+            both = (step.all()[self.floor : self.full] <= limit_s) & in_time
             first = int(both.argmax())
             if both[first]:
                 return self.floor + first, "reduce-prefill"

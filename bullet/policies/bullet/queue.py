@@ -41,7 +41,7 @@ class ServiceOrder:
         self.num_sms, self.full = splits.num_sms, splits.full
         # Kept for speed: the same values would be computed anew.
         self._ranked: Ranked | None = None  # Q as last sorted
-        self._largest: tuple[int, int] | None = None  # queue version, most tokens waiting
+        self._largest: tuple[int, int] | None = None  # queue version, blocks of the longest prompt
         self._alone_s: list[dict[int, float]] = [{} for _ in range(self.full + 1)]  # on a split, by prompt length
         #: Uncorrected seconds of a prompt alone over all splits, a row for each length that :meth:`arrays` met.
         self.table = np.empty((256, self.full + 1))
@@ -148,9 +148,8 @@ class ServiceOrder:
         """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
         queue, kv = state.queue, state.kv
         if self._largest is None or self._largest[0] != queue.version:
-            self._largest = (queue.version, max(queue.known_tokens))
-        blocks = kv.blocks_for(self._largest[1])
-        if kv.free_blocks > blocks * (1 + len(popped)) + state.decode_seqs:
+            self._largest = (queue.version, kv.blocks_for(max(queue.known_tokens)))
+        if kv.free_blocks > self._largest[1] * (1 + len(popped)) + state.decode_seqs:
             return False  # whichever is the head, it fits
         head = queue.requests[self.last_sorted(state, now_s).order[len(popped)]]
         return not fits(state, head, sum(kv.blocks_for(r.known_tokens) for r in popped))
