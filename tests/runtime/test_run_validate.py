@@ -69,7 +69,8 @@ def test_steps_of_known_error_are_found_to_have_it():
     def row(lane, sms, tokens, seconds, corun_s=0.0):
         return (0, lane, lane, 0.0, seconds, sms, tokens, 0, 0, 0, 4, None, seconds, corun_s, 0, 0, 0, 8, 8, "")
 
-    device = MeasuredDevice(PROFILE, get_model("tiny"), dataclasses.replace(get_gpu("a100-80gb"), num_sms=8))
+    gpu = dataclasses.replace(get_gpu("a100-80gb"), num_sms=8, bandwidth_knee_sms=2)
+    device = MeasuredDevice(PROFILE, get_model("tiny"), gpu)
     simulated = StepTable.from_rows([row("prefill", 8, 50, 0.010), row("prefill", 4, 50, 0.020, 0.01)])
     measured = StepTable.from_rows([row("prefill", 8, 50, 0.025)])
     rows = {(r["sms"], r["beside"]): r for r in run_validate.step_rows(simulated, measured, device)}
