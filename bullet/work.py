@@ -7,9 +7,10 @@ between memory and the SMs: each operand once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 
 GEMM_TILE = (128, 256)
@@ -19,7 +20,11 @@ ATTENTION_TILE_ROWS = 128
 
 
 class KernelWork(NamedTuple):
-    """One kernel: operations, bytes and thread blocks. ``k`` is the GEMM's inner size, 0 for other kernels."""
+    """One kernel: operations, bytes and thread blocks. ``k`` is the GEMM's inner size, 0 for other kernels.
+
+    ``share``: the part of the model's layers that runs it; operations and bytes are multiplied by it already, blocks are not.
+    ``speed``: how much faster than in 16 bits its tensor-core operations are; ``flops`` are divided by it.
+    """
 
     name: str
     flops: float
@@ -28,6 +33,8 @@ class KernelWork(NamedTuple):
     rows: int = 0
     columns: int = 0
     k: int = 0
+    share: float = 1.0
+    speed: float = 1.0
 
 
 class Waves(NamedTuple):
@@ -45,10 +52,21 @@ def wave_quantization(blocks: int, sms: int, blocks_per_sm: int = 1) -> Waves:
     return Waves(waves, tail, (sms - tail) / (sms * waves))
 
 
-def gemm(name: str, m: int, n: int, k: int, dtype_bytes: int) -> KernelWork:
-    """``(m x k) (k x n)``: 2 m n k operations; both operands and the result once."""
+def gemm(name: str, m: int, n: int, k: int, dtype_bytes: int, weight_bits: float = 0.0, speed: float = 1.0) -> KernelWork:
+    """``(m x k) (k x n)``: 2 m n k operations; both operands and the result once. ``weight_bits``: of the second operand, 0: as
+    the others."""
     blocks = -(-m // GEMM_TILE[0]) * -(-n // GEMM_TILE[1])
-    return KernelWork(name, 2.0 * m * n * k, float(dtype_bytes) * (m * k + k * n + m * n), blocks, m, n, k)
+    moved = float(dtype_bytes) * (m * k + k * n + m * n)
+    if weight_bits and weight_bits != 8.0 * dtype_bytes:
+        moved += (weight_bits / 8 - dtype_bytes) * k * n
+    return KernelWork(name, 2.0 * m * n * k / speed, moved, blocks, m, n, k, 1.0, speed)
+
+
+def gemm_speed(model: ModelSpec, gpu: GpuSpec) -> float:
+    """How much faster than in 16 bits the GPU multiplies the model's quantised matrices: by the data sheet; 1 where its tensor
+    cores lack the type, since the weights are then widened on the way (as Marlin kernels do)."""
+    peak = {"fp8": gpu.peak_fp8_flops, "int8": gpu.peak_int8_flops}.get(model.gemm_dtype, 0.0)
+    return peak / gpu.peak_flops if peak > gpu.peak_flops else 1.0
 
 
 def attended_pairs(new_tokens: int, past_tokens: int) -> float:
@@ -56,68 +74,159 @@ def attended_pairs(new_tokens: int, past_tokens: int) -> float:
     return new_tokens * (past_tokens + (new_tokens + 1) / 2)
 
 
-def prefill_attention(model: ModelSpec, pieces: Sequence[tuple[int, int]], tensor_parallel: int = 1) -> KernelWork:
-    """Causal attention of ``(new, past)`` pieces in one kernel; the cached past is read again by every chunk."""
-    heads = model.num_heads // tensor_parallel
-    kv_heads = max(1, model.num_kv_heads // tensor_parallel)
+def windowed_pairs(new_tokens: int, past_tokens: int, window_tokens: int) -> float:
+    """Likewise where a token sees the last ``window_tokens`` alone, itself among them."""
+    growing = min(new_tokens, max(0, window_tokens - past_tokens))
+    return attended_pairs(growing, past_tokens) + (new_tokens - growing) * window_tokens
+
+
+def attended(model: ModelSpec, pieces: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Query-key pairs and tokens read of ``(new, past)`` pieces in the mean layer: some layers may have a window."""
     pairs = sum(attended_pairs(new, past) for new, past in pieces)
-    tokens = sum(new for new, _ in pieces)
     context = sum(new + past for new, past in pieces)
+    if not model.window_layers:
+        return pairs, context
+    share, window = model.window_layers / model.num_layers, model.window_tokens
+    within = sum(windowed_pairs(new, past, window) for new, past in pieces)
+    read = sum(new + min(past, window) for new, past in pieces)
+    return (1 - share) * pairs + share * within, (1 - share) * context + share * read
+
+
+def decoded_context(model: ModelSpec, num_seqs: int, context_tokens: float) -> float:
+    """Context tokens that decodes read in the mean layer. In layers with a window at most that many each, taken of the mean
+    context: where some contexts are shorter than the window and others longer, that is an upper bound."""
+    if not model.window_layers:
+        return context_tokens
+    share = model.window_layers / model.num_layers
+    return (1 - share) * context_tokens + share * min(context_tokens, num_seqs * model.window_tokens)
+
+
+def prefill_attention(model: ModelSpec, pieces: Sequence[tuple[int, int]], tensor_parallel: int = 1) -> KernelWork:
+    """Causal attention of ``(new, past)`` pieces in one kernel; the cached past is read again by every chunk.
+
+    Latent attention: keys and values are made anew from the cached latents of the past (new tokens' stand among the dense kernels).
+    """
+    heads = model.num_heads // tensor_parallel
+    pairs, context = attended(model, pieces)
+    tokens = sum(new for new, _ in pieces)
     blocks = sum(-(-new // ATTENTION_TILE_ROWS) for new, _ in pieces) * heads
-    size = model.dtype_bytes * model.head_dim
-    return KernelWork("prefill_attention", 4.0 * heads * model.head_dim * pairs,
-                      float(size) * (2 * heads * tokens + 2 * kv_heads * context), blocks)
+    if model.kv_lora_rank:
+        past = sum(past for _, past in pieces)
+        width = model.head_dim + model.value_dim
+        again = 2.0 * past * model.kv_lora_rank * heads * (width - model.rope_dim)
+        return KernelWork("prefill_attention", 2.0 * heads * width * pairs + again,
+                          float(model.dtype_bytes) * heads * width * (tokens + context)
+                          + float(model.kv_bytes) * model.kv_values_per_token * past, blocks)
+    kv_heads = max(1, model.num_kv_heads // tensor_parallel)
+    return KernelWork("prefill_attention", 4.0 * heads * model.head_dim * pairs, float(model.head_dim) * (
+        model.dtype_bytes * 2 * heads * tokens + model.kv_bytes * 2 * kv_heads * context), blocks)
 
 
 def decode_attention(model: ModelSpec, num_seqs: int, context_tokens: int, tensor_parallel: int = 1) -> KernelWork:
-    """One query a sequence over ``context_tokens`` cached tokens in all (the new ones included)."""
+    """One query a sequence over ``context_tokens`` cached tokens in all (the new ones included).
+
+    Latent attention: every head attends to the one latent of a token, which no tensor parallelism divides.
+    """
     heads = model.num_heads // tensor_parallel
+    context = decoded_context(model, num_seqs, context_tokens)
+    if model.kv_lora_rank:
+        read, written = model.kv_values_per_token, model.kv_lora_rank
+        return KernelWork("decode_attention", 2.0 * heads * (read + written) * context,
+                          float(model.dtype_bytes) * heads * (read + written) * num_seqs + float(model.kv_bytes) * read * context,
+                          num_seqs)
     kv_heads = max(1, model.num_kv_heads // tensor_parallel)
-    size = model.dtype_bytes * model.head_dim
-    return KernelWork("decode_attention", 4.0 * heads * model.head_dim * context_tokens,
-                      float(size) * (2 * heads * num_seqs + 2 * kv_heads * context_tokens), num_seqs * kv_heads)
+    return KernelWork("decode_attention", 4.0 * heads * model.head_dim * context, float(model.head_dim) * (
+        model.dtype_bytes * 2 * heads * num_seqs + model.kv_bytes * 2 * kv_heads * context), num_seqs * kv_heads)
 
 
-def dense_kernels(model: ModelSpec, tokens: int, tensor_parallel: int = 1) -> list[KernelWork]:
-    """A layer's kernels but attention, for ``tokens`` tokens: norms (residual fused), projections, rotary, activation.
+def dense_kernels(model: ModelSpec, tokens: int, tensor_parallel: int = 1, speed: float = 1.0) -> list[KernelWork]:
+    """The mean layer's kernels but attention, for ``tokens`` tokens: norms (residual fused), projections, rotary, activation.
 
     Mixture of experts: every token visits ``experts_per_token`` experts; the weights of the experts expected to be
-    touched under uniform routing are read, ``E (1 - (1 - k/E)^tokens)``.
+    touched under uniform routing are read, ``E (1 - (1 - k/E)^tokens)``. ``speed``: :func:`gemm_speed`, of quantised matrices.
     """
     tp, width, hidden = tensor_parallel, model.dtype_bytes, model.hidden_size
-    qkv = (model.num_heads // tp + 2 * max(1, model.num_kv_heads // tp)) * model.head_dim
-    rotated = (model.num_heads // tp + max(1, model.num_kv_heads // tp)) * model.head_dim
-    kv = 2 * max(1, model.num_kv_heads // tp) * model.head_dim
-    inner = model.intermediate_size // tp
+    kv_heads = max(1, model.num_kv_heads // tp)
+    rotated = (model.num_heads // tp + kv_heads) * model.head_dim
     row_blocks = tokens  # one thread block a row: elementwise kernels never quantize visibly
 
     def rowwise(name: str, values: float) -> KernelWork:
         return KernelWork(name, 0.0, float(width) * tokens * values, row_blocks)
 
-    kernels = [
-        rowwise("norm", 4 * hidden),  # reads x and residual, writes both
-        gemm("qkv", tokens, qkv, hidden, width),
-        rowwise("rope", 2 * rotated + 2 * kv),  # rotates q and k in place; k and v go to their KV blocks
-        gemm("o", tokens, hidden, model.num_heads // tp * model.head_dim, width),
-        rowwise("norm", 4 * hidden),
-    ]
-    if model.qk_norm:
-        kernels.insert(2, rowwise("qk_norm", 2 * rotated))
-    if model.num_experts:
-        k, experts = model.experts_per_token, model.num_experts
-        touched = experts * (1 - (1 - k / experts) ** tokens)
-        rows = tokens * k
-        for name, n, inner_k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
-            one = gemm(name, max(1, round(rows / touched)), n, inner_k, width)
-            moved = width * (rows * (inner_k + n) + touched * inner_k * n)
-            kernels.append(KernelWork(name, 2.0 * rows * n * inner_k, moved, math.ceil(one.blocks * touched), rows, n,
-                                      inner_k))
-        kernels.insert(-1, rowwise("act", k * 3 * inner))
-        kernels.append(gemm("router", tokens, experts, hidden, width))
+    def attention(name: str, n: int, k: int) -> KernelWork:
+        bits = model.attention_bits
+        return gemm(name, tokens, n, k, width, bits, speed if bits < 16 else 1.0)
+
+    if model.kv_lora_rank:
+        middle = _latent_projections(model, tp, attention, rowwise)
     else:
-        kernels += [gemm("gate_up", tokens, 2 * inner, hidden, width), rowwise("act", 3 * inner),
-                    gemm("down", tokens, hidden, inner, width)]
+        middle = [
+            attention("qkv", (model.num_heads // tp + 2 * kv_heads) * model.head_dim, hidden),
+            rowwise("rope", 2 * rotated + 2 * 2 * kv_heads * model.head_dim),  # rotates q and k; k and v go to their KV blocks
+            attention("o", hidden, model.num_heads // tp * model.head_dim)]
+        if model.qk_norm:
+            middle.insert(1, rowwise("qk_norm", 2 * rotated))
+    kernels = [rowwise("norm", 4 * hidden), *middle, rowwise("norm", 4 * hidden)]  # reads x and residual, writes both
+    if not model.num_experts:
+        return kernels + _mlp(model, tokens, model.intermediate_size // tp, rowwise, speed)
+    sparse = _experts(model, tokens, tp, rowwise, speed)
+    if model.shared_size:
+        sparse += _mlp(model, tokens, model.shared_size // tp, rowwise, speed)
+    if model.dense_layers:
+        share = model.dense_layers / model.num_layers
+        return (kernels + [_of_layers(kernel, 1 - share) for kernel in sparse]
+                + [_of_layers(kernel, share) for kernel in _mlp(model, tokens, model.dense_size // tp, rowwise, speed)])
+    return kernels + sparse
+
+
+_Rowwise = Callable[[str, float], KernelWork]
+
+
+def _of_layers(kernel: KernelWork, share: float) -> KernelWork:
+    return kernel._replace(flops=kernel.flops * share, bytes=kernel.bytes * share, share=share)
+
+
+def _mlp(model: ModelSpec, tokens: int, inner: int, rowwise: _Rowwise, speed: float) -> list[KernelWork]:
+    """A dense MLP: gate and up in one matrix, or up alone."""
+    width, hidden, bits = model.dtype_bytes, model.hidden_size, model.mlp_bits
+    speed = speed if bits < 16 else 1.0
+    wide = 2 if model.gated_mlp else 1
+    return [gemm("gate_up", tokens, wide * inner, hidden, width, bits, speed), rowwise("act", (wide + 1) * inner),
+            gemm("down", tokens, hidden, inner, width, bits, speed)]
+
+
+def _experts(model: ModelSpec, tokens: int, tp: int, rowwise: _Rowwise, speed: float) -> list[KernelWork]:
+    """Routed experts, each a small MLP on the tokens that visit it, and the router."""
+    width, hidden, inner = model.dtype_bytes, model.hidden_size, model.intermediate_size // tp
+    k, experts = model.experts_per_token, model.num_experts
+    speed = speed if model.mlp_bits < 16 else 1.0
+    wide = 2 if model.gated_mlp else 1
+    touched = experts * (1 - (1 - k / experts) ** tokens)
+    rows = tokens * k
+    kernels = []
+    for name, n, inner_k in (("gate_up", wide * inner, hidden), ("down", hidden, inner)):
+        one = gemm(name, max(1, round(rows / touched)), n, inner_k, width)
+        moved = width * rows * (inner_k + n) + model.mlp_bits / 8 * touched * inner_k * n
+        kernels.append(KernelWork(name, 2.0 * rows * n * inner_k / speed, moved, math.ceil(one.blocks * touched), rows, n, inner_k,
+                                  1.0, speed))
+    kernels.insert(-1, rowwise("act", k * (wide + 1) * inner))
+    kernels.append(gemm("router", tokens, experts, hidden, width))
     return kernels
+
+
+def _latent_projections(model: ModelSpec, tp: int, attention: Callable[[str, int, int], KernelWork],
+                        rowwise: _Rowwise) -> list[KernelWork]:
+    """Down to the latents and up to the heads (DeepSeek V2). In a decode ``kv_b`` is folded into the query and the output: as many
+    operations and the same weights for a token as making its own keys and values, which is what a prefill does."""
+    heads, hidden, rank = model.num_heads // tp, model.hidden_size, model.kv_lora_rank
+    nope = model.head_dim - model.rope_dim
+    query = [attention("q", heads * model.head_dim, hidden)] if not model.q_lora_rank else [
+        attention("q_a", model.q_lora_rank, hidden), rowwise("norm", 2 * model.q_lora_rank),
+        attention("q_b", heads * model.head_dim, model.q_lora_rank)]
+    return [*query, attention("kv_a", rank + model.rope_dim, hidden), rowwise("norm", 2 * rank),
+            attention("kv_b", heads * (nope + model.value_dim), rank),
+            rowwise("rope", 2 * (heads + 1) * model.rope_dim + 2 * (rank + model.rope_dim)),
+            attention("o", hidden, heads * model.value_dim)]
 
 
 def all_reduce_bytes(model: ModelSpec, tokens: int, tensor_parallel: int) -> float:
@@ -132,8 +241,8 @@ def head_kernels(model: ModelSpec, logits_seqs: int, tensor_parallel: int = 1) -
     if logits_seqs == 0:
         return []
     norm = KernelWork("norm", 0.0, 4.0 * model.dtype_bytes * logits_seqs * model.hidden_size, logits_seqs)
-    return [norm, gemm("lm_head", logits_seqs, model.vocab_size // tensor_parallel, model.hidden_size,
-                       model.dtype_bytes)]
+    return [norm, gemm("lm_head", logits_seqs, model.vocab_size // tensor_parallel, model.hidden_size, model.dtype_bytes,
+                       model.head_bits)]
 
 
 def gemm_shapes(model: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -147,10 +256,10 @@ def embedding_bytes(model: ModelSpec, tokens: int) -> float:
 
 
 def layer_kernels(model: ModelSpec, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int,
-                  tensor_parallel: int = 1) -> list[KernelWork]:
-    """All kernels of one layer for a prefill (``pieces``), decode or hybrid batch."""
+                  tensor_parallel: int = 1, speed: float = 1.0) -> list[KernelWork]:
+    """All kernels of the mean layer for a prefill (``pieces``), decode or hybrid batch."""
     tokens = sum(new for new, _ in pieces) + num_seqs
-    kernels = dense_kernels(model, tokens, tensor_parallel)
+    kernels = dense_kernels(model, tokens, tensor_parallel, speed)
     attention = []
     if pieces:
         attention.append(prefill_attention(model, pieces, tensor_parallel))

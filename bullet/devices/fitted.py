@@ -66,12 +66,17 @@ class DeviceModel(Device):
         # Both attentions are linear in a few counts: take the slopes from work.py and build no kernel objects per step.
         new, chunk = (work_model.prefill_attention(model, [(1, past)], tensor_parallel) for past in (0, 1))
         self._pair_flops = new.flops
+        self._past_flops = chunk.flops - 2 * new.flops  # of a cached token, whatever attends to it: latents widened anew
         self._chunk_context_bytes = chunk.bytes - new.bytes
         self._chunk_new_bytes = new.bytes - self._chunk_context_bytes
         self._chunk_heads = new.blocks
         self._decode_bytes_per_s = gpu.mem_bytes_per_s * c.decode_attention_bandwidth
         self._decode_fixed_s = c.decode_attention_overhead_s
         self._decode_seq_s = c.decode_attention_seq_s
+        #: Seconds of one context token's operations on one SM; 0: heads share keys so little that bytes always bind (GQA).
+        self._context_op_s = (one.flops - empty.flops) * self._op_s / c.prefill_attention_efficiency if model.kv_lora_rank else 0.0
+        self._windowed = model.window_layers > 0
+        self._speed = work_model.gemm_speed(model, gpu)
         self._host_gap_s = c.host_gap_s
         self._num_layers = model.num_layers
         self._inverse_effective: dict[float, float] = {}
@@ -81,12 +86,12 @@ class DeviceModel(Device):
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
         #: All tiles' rows are multiples of it.
         self._tile_rows = math.gcd(*(rows for rows, _, _ in c.gemm_tiles))
-        self._tilings_of: dict[tuple[int, int, int], tuple[float, int]] = {}
-        self._tiles_of: dict[int, list[tuple[int, int, float]]] = {}
+        self._tilings_of: dict[tuple[int, int, int, float], tuple[float, int]] = {}
+        self._tiles_of: dict[tuple[int, float], list[tuple[int, int, float]]] = {}
         self._head_lines = self._lines(lambda seqs: work_model.head_kernels(model, seqs, tensor_parallel))
         self._dense_lines: list[tuple[float, ...]] = []
         if not model.num_experts:
-            self._dense_lines = self._lines(lambda tokens: work_model.dense_kernels(model, tokens, tensor_parallel))
+            self._dense_lines = self._lines(lambda tokens: work_model.dense_kernels(model, tokens, tensor_parallel, self._speed))
         self._dense: dict[int, Row] = {}
         self._heads: dict[int, Row] = {}
 
@@ -112,9 +117,15 @@ class DeviceModel(Device):
         if head is None:
             head = self._head_row(num_seqs)
         layers = self._num_layers
-        moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
+        context: float = context_tokens
+        if self._windowed:
+            context = work_model.decoded_context(self.model, num_seqs, context_tokens)
+        moved = self._query_bytes * num_seqs + self._context_bytes * context
+        block_s = self._decode_seq_s
+        if self._context_op_s:
+            block_s += self._context_op_s * context / (self.num_sms * num_seqs)
         return FittedWork(
-            layers, dense, head, ((self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
+            layers, dense, head, ((block_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
             self._decode_fixed_s, self._host_gap_s, layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
@@ -129,23 +140,30 @@ class DeviceModel(Device):
         tokens, fixed_s, bytes_ = num_seqs, 0.0, 0.0
         if pieces:
             c = self.coefficients
-            pairs, context, tiles, prompts = 0.0, 0, 0, 0
+            pairs, context, tiles, prompts = 0.0, 0.0, 0, 0
             for new, past in pieces:
                 prompts += new
                 context += new + past
                 pairs += new * (past + (new + 1) / 2)
                 tiles += -(-new // work_model.ATTENTION_TILE_ROWS)
             tokens += prompts
+            past = context - prompts
+            if self._windowed:
+                pairs, context = work_model.attended(self.model, pieces)
             bytes_ = self._chunk_new_bytes * prompts + self._chunk_context_bytes * context
             blocks = tiles * self._chunk_heads
-            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts)
+            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts) + self._past_flops * past
             block_s = padded / blocks * self._op_s / c.prefill_attention_efficiency
             attention = ((block_s, blocks, bytes_ / self._peak_bytes_per_s),)
             fixed_s = c.prefill_attention_overhead_s
         if num_seqs:
-            moved = self._query_bytes * num_seqs + self._context_bytes * context_tokens
+            read: float = context_tokens
+            if self._windowed:
+                read = work_model.decoded_context(self.model, num_seqs, context_tokens)
+            moved = self._query_bytes * num_seqs + self._context_bytes * read
             # Split-KV cuts a sequence into as many blocks as fill the device: N a sequence, so waves do not show.
-            attention = (*attention, (self._decode_seq_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s))
+            block_s = self._decode_seq_s + self._context_op_s * read / (self.num_sms * num_seqs)
+            attention = (*attention, (block_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s))
             fixed_s += self._decode_fixed_s
             bytes_ += moved
         dense = self._dense.get(tokens) or self._dense_row(tokens)
@@ -163,7 +181,7 @@ class DeviceModel(Device):
             sent = work_model.all_reduce_bytes(self.model, tokens, tp)
             extra_s = sent / (self.gpu.link_bytes_per_s * c.link_efficiency) + 2 * c.all_reduce_overhead_s
         if self.model.num_experts:
-            row = self._row(work_model.dense_kernels(self.model, tokens, tp), extra_s)
+            row = self._row(work_model.dense_kernels(self.model, tokens, tp, self._speed), extra_s)
         else:
             row = self._row_along(self._dense_lines, tokens, extra_s)
         # The embedding runs once a step; a layer carries its share, so that a prefill cut by layers adds up.
@@ -189,10 +207,10 @@ class DeviceModel(Device):
             bytes_ += kernel.bytes
             if kernel.k:
                 gemms.append(self.gemm_term(kernel))
-                fixed_s += c.gemm_overhead_s
+                fixed_s += c.gemm_overhead_s * kernel.share
             else:
                 row_s += kernel.bytes / (self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[kernel.name])
-                fixed_s += c.rowwise_overhead_s
+                fixed_s += c.rowwise_overhead_s * kernel.share
         return Row(tuple(gemms), row_s, fixed_s, bytes_)
 
     def kernel_seconds(self, kernels: Sequence[work_model.KernelWork]) -> float:
@@ -201,11 +219,11 @@ class DeviceModel(Device):
         return self._row(kernels, 0.0).seconds(n, self._rate[n], self._inverse_bandwidth[n])
 
     def _lines(self, kernels: Callable[[int], Sequence[work_model.KernelWork]]) -> list[tuple[float, ...]]:
-        """Each kernel's bytes/s (0: a GEMM), bytes at one token and more with every token, columns and inner size: without
+        """Each kernel's bytes/s (0: a GEMM), bytes at one token and more with every token, columns, inner size and speed: without
         experts all grow evenly, and need not be described anew for every count."""
         c = self.coefficients
         return [(0.0 if one.k else self.gpu.mem_bytes_per_s * c.rowwise_bandwidth[one.name], one.bytes, two.bytes - one.bytes,
-                 one.columns, one.k) for one, two in zip(kernels(1), kernels(2), strict=True)]
+                 one.columns, one.k, one.speed) for one, two in zip(kernels(1), kernels(2), strict=True)]
 
     def _row_along(self, lines: Sequence[tuple[Any, ...]], count: int, extra_s: float) -> Row:
         """:meth:`_row` of those kernels for ``count`` tokens, or sequences."""
@@ -213,11 +231,11 @@ class DeviceModel(Device):
         gemms: list[Term] = []
         row_s, fixed_s, bytes_ = 0.0, extra_s, 0.0
         more, filled = count - 1, -(-count // self._tile_rows)
-        for per_s, bytes_1, more_bytes, columns, k in lines:
+        for per_s, bytes_1, more_bytes, columns, k, speed in lines:
             moved = bytes_1 + more * more_bytes
             bytes_ += moved
             if k:
-                tile = self._tilings_of.get((columns, k, filled)) or self._tiling(count, columns, k)
+                tile = self._tilings_of.get((columns, k, filled, speed)) or self._tiling(count, columns, k, 1.0, speed)
                 gemms.append((*tile, moved * self._gemm_byte_s))
                 fixed_s += c.gemm_overhead_s
             else:
@@ -229,9 +247,10 @@ class DeviceModel(Device):
         """One GEMM. Mixture of experts: rows are spread over experts, each padded to its own tiles."""
         whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
-        return *self._tiling(kernel.rows, kernel.columns, kernel.k, groups), kernel.bytes * self._gemm_byte_s
+        block_s, blocks = self._tiling(kernel.rows, kernel.columns, kernel.k, groups, kernel.speed)
+        return block_s * kernel.share, blocks, kernel.bytes * self._gemm_byte_s
 
-    def _tiling(self, rows: int, columns: int, k: int, groups: float = 1.0) -> tuple[float, int]:
+    def _tiling(self, rows: int, columns: int, k: int, groups: float = 1.0, speed: float = 1.0) -> tuple[float, int]:
         """Seconds of a block, and blocks, with the tile that computes fastest on the whole device: the library chooses
         without knowing of partitions.
 
@@ -239,23 +258,24 @@ class DeviceModel(Device):
         would wait for bandwidth on all SMs and for its own padding on a few.
         """
         found = []
-        for tile_rows, tile_columns, block_s in self._tiles(k):
+        for tile_rows, tile_columns, block_s in self._tiles(k, speed):
             blocks = -(-rows // tile_rows) * -(-columns // tile_columns)
             if groups != 1.0:
                 blocks = max(1, round(groups * blocks))
             found.append((-(-blocks // self.num_sms) * block_s, block_s, blocks))
         _, block_s, blocks = min(found, key=itemgetter(0))
         if self.cache and groups == 1.0:
-            self._tilings_of[columns, k, -(-rows // self._tile_rows)] = block_s, blocks  # of all rows that fill the same tiles
+            # of all rows that fill the same tiles
+            self._tilings_of[columns, k, -(-rows // self._tile_rows), speed] = block_s, blocks
         return block_s, blocks
 
-    def _tiles(self, k: int) -> list[tuple[int, int, float]]:
+    def _tiles(self, k: int, speed: float) -> list[tuple[int, int, float]]:
         """Rows, columns and seconds of a block of each tile, for one inner dimension."""
-        tiles = self._tiles_of.get(k)
+        tiles = self._tiles_of.get((k, speed))
         if tiles is None:
             c = self.coefficients
-            tiles = self._tiles_of[k] = [
-                (rows, columns, 2.0 * rows * columns * k * self._op_s / efficiency + c.gemm_block_overhead_s)
+            tiles = self._tiles_of[k, speed] = [
+                (rows, columns, 2.0 * rows * columns * k * self._op_s / efficiency / speed + c.gemm_block_overhead_s)
                 for rows, columns, efficiency in c.gemm_tiles]
         return tiles
 
@@ -300,6 +320,8 @@ class DeviceModel(Device):
 
     def decode_seconds(self, num_seqs: int, context_tokens: int, sms: int) -> float:
         """Linear in the context: one line for each batch size and SM count."""
+        if self._windowed or self._context_op_s:
+            return self.solo_seconds(self.decode_work(num_seqs, context_tokens), sms)
         line = self._decode_lines.get((num_seqs, sms)) if self.cache else None
         if line is None:
             work = self.decode_work(num_seqs, context_tokens)
