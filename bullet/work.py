@@ -104,7 +104,7 @@ def decoded_context(model: ModelSpec, num_seqs: int, context_tokens: float) -> f
 def prefill_attention(model: ModelSpec, pieces: Sequence[tuple[int, int]], tensor_parallel: int = 1) -> KernelWork:
     """Causal attention of ``(new, past)`` pieces in one kernel; the cached past is read again by every chunk.
 
-    Latent attention: keys and values are made anew from the cached latents of the past (new tokens' stand among the dense kernels).
+    Latent attention: keys and values are made anew from the cached latents of the past (new tokens' are dense kernels).
     """
     heads = model.num_heads // tensor_parallel
     pairs, context = attended(model, pieces)
@@ -207,7 +207,8 @@ def _experts(model: ModelSpec, tokens: int, tp: int, rowwise: _Rowwise, speed: f
     for name, n, inner_k in (("gate_up", wide * inner, hidden), ("down", hidden, inner)):
         one = gemm(name, max(1, round(rows / touched)), n, inner_k, width)
         moved = width * rows * (inner_k + n) + model.mlp_bits / 8 * touched * inner_k * n
-        kernels.append(KernelWork(name, 2.0 * rows * n * inner_k / speed, moved, math.ceil(one.blocks * touched), rows, n, inner_k,
+        kernels.append(KernelWork(name, 2.0 * rows * n * inner_k / speed, moved, math.ceil(one.blocks * touched), rows, n,
+                                  inner_k,
                                   1.0, speed))
     kernels.insert(-1, rowwise("act", k * (wide + 1) * inner))
     kernels.append(gemm("router", tokens, experts, hidden, width))
@@ -216,8 +217,8 @@ def _experts(model: ModelSpec, tokens: int, tp: int, rowwise: _Rowwise, speed: f
 
 def _latent_projections(model: ModelSpec, tp: int, attention: Callable[[str, int, int], KernelWork],
                         rowwise: _Rowwise) -> list[KernelWork]:
-    """Down to the latents and up to the heads (DeepSeek V2). In a decode ``kv_b`` is folded into the query and the output: as many
-    operations and the same weights for a token as making its own keys and values, which is what a prefill does."""
+    """Down to the latents and up to the heads (DeepSeek V2). In a decode ``kv_b`` is folded into the query and the output: as
+    many operations and the same weights for a token as making its own keys and values, which is what a prefill does."""
     heads, hidden, rank = model.num_heads // tp, model.hidden_size, model.kv_lora_rank
     nope = model.head_dim - model.rope_dim
     query = [attention("q", heads * model.head_dim, hidden)] if not model.q_lora_rank else [

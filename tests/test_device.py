@@ -172,7 +172,7 @@ def test_a_device_says_where_its_numbers_come_from() -> None:
     for gpu in ("h100", "rtx4090"):
         assert load_device(DeviceConfig(gpu=gpu)).coefficients.source == "fitted"
     h200 = load_device(DeviceConfig(gpu="h200"))
-    assert h200.coefficients.source == "analytic"
+    assert h200.coefficients.source == "analytic, h100's efficiencies"
     assert "not measured on this GPU" in h200.coefficients.notes["basis"]
 
 

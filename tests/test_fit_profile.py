@@ -401,7 +401,7 @@ def test_a_profile_is_shown_with_units_sources_and_what_is_assumed(capsys: pytes
     assert len([line for line in text.splitlines() if line.startswith("  ") and line.rstrip()[-1].isdigit()]) >= len(
         c.notes["errors"])
     assert profile(["show", "--gpu", "h200"]) == 0
-    assert "h200, llama-3.1-8b: analytic\ndata sheet of h200" in capsys.readouterr().out
+    assert "h200, llama-3.1-8b: analytic, h100's efficiencies\ndata sheet of h200" in capsys.readouterr().out
 
 
 def test_what_a_command_would_not_look_at_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,7 +415,7 @@ def test_what_a_command_would_not_look_at_is_refused(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(("gpu", "tp", "source"), [
     ("a100-80gb", 1, "fitted"), ("h100", 1, "fitted; rowwise: A100's"),
     ("rtx4090", 1, "fitted; rate and bandwidth against SMs: A100's"),
-    ("rtx4090", 2, "fitted; all_reduce, rate and bandwidth against SMs: A100's"), ("h200", 1, "analytic")])
+    ("rtx4090", 2, "fitted; all_reduce, rate and bandwidth against SMs: A100's"), ("h200", 1, "analytic, h100's efficiencies")])
 def test_a_fitted_device_says_what_it_has_of_another_gpu(gpu: str, tp: int, source: str) -> None:
     assert load_device(DeviceConfig(gpu=gpu, tensor_parallel=tp)).source == source
 

@@ -26,19 +26,8 @@ def get_model(name: str) -> ModelSpec:
     if name in MODELS:
         return MODELS[name]
     if name.endswith(".json"):
-        return _priced(read_config(name), name)
+        return read_config(name)
     raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or give a path to a config.json")
-
-
-def _priced(model: ModelSpec, path: str) -> ModelSpec:
-    """Refused until the devices price it."""
-    for what, there in (("latent attention", model.kv_lora_rank), ("a sliding window", model.window_layers),
-                        ("dense layers among experts", model.dense_layers), ("shared experts", model.shared_size),
-                        ("an MLP without a gate", not model.gated_mlp), ("quantised weights", model.mlp_bits != 16),
-                        ("a quantised KV cache", model.kv_bytes != 2)):
-        if there:
-            raise ConfigError(f"{path}: {what}: read, but not priced by any device yet")
-    return model
 
 
 def model_label(model: ModelSpec) -> str:

@@ -15,7 +15,7 @@ from bullet.devices import PROFILES
 from bullet.errors import ProfileError
 
 ANALYTIC_FROM = "a100-80gb"
-"""A GPU without a profile takes data-sheet peaks and this GPU's fitted efficiencies; labelled analytic."""
+"""Whose coefficients stand in a fit for what its table does not have; labelled assumed."""
 ROWWISE = ("act", "embedding", "norm", "qk_norm", "rope")
 """Families of bandwidth-bound kernels that work on rows one by one."""
 
@@ -152,9 +152,10 @@ def _check_notes(notes: object, where: str) -> None:
 
 
 def analytic_coefficients(gpu: GpuSpec) -> DeviceCoefficients:
-    """For a GPU without a profile: data-sheet peaks, the efficiencies fitted on A100, and a label that says so."""
-    fitted = DeviceCoefficients.from_json(PROFILES / ANALYTIC_FROM / "llama-3.1-8b" / "fit.json")
+    """For a GPU without a profile: data-sheet peaks, the efficiencies fitted on the nearest silicon (``GpuSpec.silicon``), and a
+    label that says whose."""
+    fitted = DeviceCoefficients.from_json(PROFILES / gpu.silicon / "llama-3.1-8b" / "fit.json")
     return dataclasses.replace(
-        fitted, source="analytic",
+        fitted, source=f"analytic, {gpu.silicon}'s efficiencies",
         notes={"basis": f"data sheet of {gpu.name} ({gpu.source}); efficiencies, overheads and SM curves as fitted on "
-                        f"{ANALYTIC_FROM}: not measured on this GPU"})
+                        f"{gpu.silicon}: not measured on this GPU"})

@@ -74,7 +74,9 @@ class DeviceModel(Device):
         self._decode_fixed_s = c.decode_attention_overhead_s
         self._decode_seq_s = c.decode_attention_seq_s
         #: Seconds of one context token's operations on one SM; 0: heads share keys so little that bytes always bind (GQA).
-        self._context_op_s = (one.flops - empty.flops) * self._op_s / c.prefill_attention_efficiency if model.kv_lora_rank else 0.0
+        self._context_op_s = 0.0
+        if model.kv_lora_rank:
+            self._context_op_s = (one.flops - empty.flops) * self._op_s / c.prefill_attention_efficiency
         self._windowed = model.window_layers > 0
         self._speed = work_model.gemm_speed(model, gpu)
         self._host_gap_s = c.host_gap_s
@@ -147,12 +149,12 @@ class DeviceModel(Device):
                 pairs += new * (past + (new + 1) / 2)
                 tiles += -(-new // work_model.ATTENTION_TILE_ROWS)
             tokens += prompts
-            past = context - prompts
+            cached = context - prompts
             if self._windowed:
                 pairs, context = work_model.attended(self.model, pieces)
             bytes_ = self._chunk_new_bytes * prompts + self._chunk_context_bytes * context
             blocks = tiles * self._chunk_heads
-            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts) + self._past_flops * past
+            padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts) + self._past_flops * cached
             block_s = padded / blocks * self._op_s / c.prefill_attention_efficiency
             attention = ((block_s, blocks, bytes_ / self._peak_bytes_per_s),)
             fixed_s = c.prefill_attention_overhead_s

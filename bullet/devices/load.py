@@ -25,8 +25,8 @@ def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> 
     """KV capacity in tokens, whole blocks: memory x utilisation less weights and reserve, per GPU of the group."""
     tp = config.tensor_parallel
     usable = gpu.mem_bytes * config.memory_utilization - model.weight_bytes / tp - config.reserve_bytes
-    # With more GPUs than KV heads each holds one whole head: the heads are repeated.
-    bytes_per_token = model.kv_bytes_per_token / min(tp, model.num_kv_heads)
+    # With more GPUs than KV heads each holds one whole head: the heads are repeated. A latent is one for all heads.
+    bytes_per_token = model.kv_bytes_per_token / (1 if model.kv_lora_rank else min(tp, model.num_kv_heads))
     tokens = int(usable // bytes_per_token) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
     if tokens < KV_BLOCK_TOKENS:
         raise ConfigError(f"model {model.name} needs {model.weight_bytes / 2**30:.1f} GiB of weights: {tp} x {gpu.name} "

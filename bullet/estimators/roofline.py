@@ -88,6 +88,9 @@ class Roofline:
     def __init__(self, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, tensor_parallel: int) -> None:
         self.model, self.tensor_parallel = model, tensor_parallel
         self._gpu, self._num_sms = gpu, splits.num_sms
+        self._speed = work.gemm_speed(model, gpu)
+        #: Whether some layers read a window alone: context tokens then go through :func:`bullet.work.decoded_context`.
+        self.windowed = model.window_layers > 0
         n = splits.num_sms
         self.own = {PREFILL: np.append(splits.prefill_sms, n), DECODE: np.append(splits.decode_sms, n)}
         self.compute = {phase: gpu.peak_flops * own / n for phase, own in self.own.items()}
@@ -101,7 +104,7 @@ class Roofline:
         self._head_line = _line(lambda seqs: work.head_kernels(model, seqs, tensor_parallel))
         self._dense_line: _Line | None = None
         if not model.num_experts:
-            self._dense_line = _line(lambda tokens: work.dense_kernels(model, tokens, tensor_parallel))
+            self._dense_line = _line(lambda tokens: work.dense_kernels(model, tokens, tensor_parallel, self._speed))
             self._dense_terms = list(zip(*(column.tolist() for column in self._dense_line), strict=True))
         self._dense_blocks: dict[int, Array] = {}
         self._head_rows: dict[int, Array] = {}
@@ -122,7 +125,7 @@ class Roofline:
     def prefill_seconds(self, prompt_tokens: tuple[int, ...], sms: int) -> float:
         """T' of a whole prefill, kernel by kernel."""
         compute, bandwidth = (np.array([rate]) for rate in self.at(sms))
-        layer = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0, self.tensor_parallel)
+        layer = work.layer_kernels(self.model, [(t, 0) for t in prompt_tokens], 0, 0, self.tensor_parallel, self._speed)
         layer_s = srm_seconds(layer, compute, bandwidth) + self._network_seconds(sum(prompt_tokens))
         head = work.head_kernels(self.model, len(prompt_tokens), self.tensor_parallel)
         return float((self.model.num_layers * layer_s + srm_seconds(head, compute, bandwidth))[0])
@@ -131,18 +134,18 @@ class Roofline:
         """T' of a decode iteration that attains a share of D_p."""
         compute, bandwidth = self.at(sms)
         row, per_token = self.decode_rows((num_seqs,), np.array([bandwidth * share]), np.array([compute]))
-        return float((row[0] + per_token * context_tokens)[0])
+        return float((row[0] + per_token * work.decoded_context(self.model, num_seqs, context_tokens))[0])
 
     def is_memory_bound(self, num_seqs: int, sms: int) -> bool:
         """Whether every kernel of a layer of this decode takes the time of its bytes."""
         compute, bandwidth = self.at(sms)
-        kernels = work.dense_kernels(self.model, num_seqs, self.tensor_parallel)
+        kernels = work.dense_kernels(self.model, num_seqs, self.tensor_parallel, self._speed)
         return all(k.flops / compute <= k.bytes / bandwidth for k in kernels)
 
     def attained_share(self, num_seqs: int, context_tokens: int, sms: int, seconds: float, least: float) -> float:
         """The share of D_p, ``least`` to 1, at which T' of a decode iteration equals ``seconds``; bisected."""
         compute, bandwidth = self.at(sms)
-        layer = work.layer_kernels(self.model, (), num_seqs, context_tokens, self.tensor_parallel)
+        layer = work.layer_kernels(self.model, (), num_seqs, context_tokens, self.tensor_parallel, self._speed)
         head = work.head_kernels(self.model, num_seqs, self.tensor_parallel)
         layers = self.model.num_layers
         terms = [(layers * k.flops / compute, layers * k.bytes / bandwidth) for k in layer]
@@ -242,6 +245,8 @@ class Roofline:
 
     def _attention_work(self, prompt_tokens: tuple[int, ...], total: int) -> tuple[float, float]:
         """Operations and bytes of attention over whole prompts: linear in query-key pairs and in tokens."""
+        if self.windowed:
+            return self._pair_flops * work.attended(self.model, [(t, 0) for t in prompt_tokens])[0], self._token_bytes * total
         return (self._pair_flops * sum(work.attended_pairs(t, 0) for t in prompt_tokens), self._token_bytes * total)
 
     def _dense(self, tokens: int) -> Array:
@@ -268,7 +273,7 @@ class Roofline:
     def _dense_work(self, tokens: Sequence[int]) -> tuple[Array, Array]:
         """Operations and bytes of a layer's kernels but attention; rows: token counts (0 as 1), columns: kernels."""
         if self._dense_line is None:
-            return _counted([work.dense_kernels(self.model, max(t, 1), self.tensor_parallel) for t in tokens])
+            return _counted([work.dense_kernels(self.model, max(t, 1), self.tensor_parallel, self._speed) for t in tokens])
         return _along(self._dense_line, tokens)
 
     def _head_seconds(self, num_seqs: int) -> Array:

@@ -34,6 +34,7 @@ from bullet.estimators.recalibration import Recalibration
 from bullet.estimators.roofline import Cache, Roofline
 from bullet.piecewise import linear
 from bullet.state import DECODE, PREFILL, SplitTable
+from bullet.work import decoded_context
 
 SEQS_BLOCK = 8
 """Sizes of the decode batch whose rows are computed together."""
@@ -289,7 +290,8 @@ class Srm:
         row, per_token, _, _ = self._decode_row(num_seqs, prefill_tokens)
         first, slope, _, _ = self._alpha_row(num_seqs, prefill_tokens > 0)
         alpha = np.maximum(first + slope * (context_tokens / num_seqs), MIN_ALPHA)
-        seconds: Array = (row + per_token * context_tokens) * alpha * self.recalibration.over_splits(DECODE)
+        read = decoded_context(self.model, num_seqs, context_tokens)
+        seconds: Array = (row + per_token * read) * alpha * self.recalibration.over_splits(DECODE)
         return seconds
 
     def decode_at(self, num_seqs: int, context_tokens: int, prefill_tokens: int, index: int) -> float:
@@ -307,12 +309,15 @@ class Srm:
         row, per_token, first, slope = lists
         factor, bucket_of = self._decode_correction.factor, self._decode_correction.bucket_of
         mean_tokens = context_tokens / num_seqs
+        read: float = context_tokens
+        if self.roofline.windowed:
+            read = decoded_context(self.model, num_seqs, context_tokens)
 
         def at(index: int) -> float:
             alpha = first[index] + slope[index] * mean_tokens
             if alpha < MIN_ALPHA:
                 alpha = MIN_ALPHA
-            return (row[index] + per_token[index] * context_tokens) * alpha * factor[bucket_of[index]]
+            return (row[index] + per_token[index] * read) * alpha * factor[bucket_of[index]]
 
         return at
 
