@@ -1,4 +1,4 @@
-"""The engine: sequences, their paged KV cache, and launches of prefill layers and decode iterations on a lane.
+"""The engine: launches of prefill layers and decode iterations on a lane, over a paged KV cache and the sequences in it.
 
 A driver asks for a launch, waits for it as it likes, and then finishes it; only then do the sequences change. One host
 thread, at most one launch outstanding in each phase::
@@ -21,17 +21,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 from bullet.config import KV_BLOCK_TOKENS
 from bullet.engine.model import Architecture, Batch, Chunks, Decodes, Model, Ops, Weights
+from bullet.engine.sequences import Sequences, Tracked
 from bullet.errors import EngineError
 from bullet.gpu.partition import Lane
 from bullet.state import Chunk
-from bullet.units import GIB
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -42,42 +42,6 @@ WARM_UP_TOKENS = (16, 32, 64, 128)
 """Prompts whose tiles have every height that prefill attention knows, so that each is compiled before serving."""
 CPU_LANE = Lane("cpu", 1, 1)
 """Where there is no stream and SMs mean nothing."""
-
-
-class BlockPool:
-    """KV blocks by number: free + held = all (I4)."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.free = list(range(total - 1, -1, -1))
-
-    def take(self, count: int) -> list[int]:
-        """``count`` free blocks; the driver's accounting guarantees that they are there."""
-        assert count <= len(self.free), f"KV: {count} blocks asked, {len(self.free)} free of {self.total}"
-        return [self.free.pop() for _ in range(count)]
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Free blocks, and empty the list."""
-        self.free.extend(blocks)
-        blocks.clear()
-        assert len(self.free) <= self.total, f"KV: {len(self.free)} free of {self.total} blocks"
-
-
-@dataclass
-class Tracked:
-    """One request: ``tokens`` are the prompt and what was generated, the first ``cached`` of them in the KV cache."""
-
-    id: int
-    tokens: list[int]
-    prompt_tokens: int
-    cached: int = 0
-    blocks: list[int] = field(default_factory=list)
-    busy: bool = False
-    last_event: Any = None
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.prompt_tokens:]
 
 
 @dataclass
@@ -125,26 +89,7 @@ class Launch:
         return float(self._events[0].elapsed_time(self._events[1])) * 1e-3
 
 
-def kv_block_bytes(arch: Architecture, block_tokens: int = KV_BLOCK_TOKENS) -> int:
-    """Bytes of one block over all layers."""
-    spec = arch.spec
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_tokens * arch.dtype.itemsize
-
-
-def kv_blocks_that_fit(arch: Architecture, free_bytes: int, reserve_bytes: int, max_tokens: int,
-                       block_tokens: int = KV_BLOCK_TOKENS) -> int:
-    """Blocks in ``free_bytes`` less a reserve for activations and graphs; :class:`EngineError` if one sequence of
-    ``max_tokens`` does not fit."""
-    blocks = max(0, free_bytes - reserve_bytes) // kv_block_bytes(arch, block_tokens)
-    needed = -(-max_tokens // block_tokens)
-    if blocks < needed:
-        raise EngineError(f"KV cache: {free_bytes / GIB:.1f} GiB free less {reserve_bytes / GIB:.1f} reserved hold {blocks} "
-                          f"blocks, one sequence of {max_tokens} tokens needs {needed}: free GPU memory, lower the longest "
-                          "sequence, or choose a smaller model")
-    return blocks
-
-
-class Engine:
+class Engine(Sequences):
     """See the module's text. ``max_tokens``: longest sequence, prompt and output together. ``enter``: makes a lane's green
     context current (:meth:`bullet.gpu.partition.PartitionTable.current`), where the check found that its stream alone
     is not enough. ``cuda``: a test's stand-in for ``torch.cuda``, which is taken where the device is a GPU."""
@@ -160,62 +105,17 @@ class Engine:
         self.arch, self.ops, self.device = arch, ops, torch.device(device)
         self._enter = enter
         self._cuda = torch.cuda if cuda is None and self.device.type == "cuda" else cuda
-        self.block_tokens, self.max_tokens = block_tokens, max_tokens
         self.table_width = -(-max_tokens // block_tokens)
         self.buckets = tuple(sorted(buckets))
-        self.sequences: dict[int, Tracked] = {}
         self._outstanding: dict[str, bool] = {"prefill": False, "decode": False}
         shape = (spec.num_layers, 2, kv_blocks, spec.num_kv_heads, block_tokens, spec.head_dim)
         with self.guard("allocating the KV cache"):
             self.kv = torch.empty(shape, dtype=arch.dtype, device=self.device)
             self.model = Model(arch, weights, ops, max_tokens, self.device)
-        self.pool = BlockPool(kv_blocks)
+        super().__init__(spec.vocab_size, kv_blocks, block_tokens, max_tokens)  # after the cache, which may not fit
         self._graphs: dict[tuple[int, int], Any] = {}
         self._pools: dict[int, Any] = {}
         self._static: _DecodeBuffers | None = None
-
-    # ---- sequences ---------------------------------------------------------------------------------
-
-    def add(self, request_id: int, prompt: Sequence[int]) -> None:
-        """Register a request; it holds no block until its prefill starts."""
-        assert request_id not in self.sequences, f"request {request_id} is known already"
-        tokens = [int(t) for t in prompt]
-        if not 0 < len(tokens) < self.max_tokens:
-            raise EngineError(f"request {request_id}: prompt of {len(tokens)} tokens: must be 1 to {self.max_tokens - 1}, or "
-                              "raise the longest sequence")
-        vocabulary = self.arch.spec.vocab_size
-        if not (min(tokens) >= 0 and max(tokens) < vocabulary):
-            raise EngineError(f"request {request_id}: token {min(tokens) if min(tokens) < 0 else max(tokens)}: "
-                              f"must be below the vocabulary's {vocabulary}")
-        self.sequences[request_id] = Tracked(request_id, tokens, len(tokens))
-
-    def preempt(self, request_id: int) -> None:
-        """Free all blocks and keep the tokens: the next prefill computes prompt and output again."""
-        sequence = self._idle(request_id)
-        self.pool.give_back(sequence.blocks)
-        sequence.cached = 0
-
-    def remove(self, request_id: int) -> list[int]:
-        """Forget a request; returns the tokens that it generated."""
-        self.preempt(request_id)
-        return self.sequences.pop(request_id).generated
-
-    def rewind(self, request_id: int, tokens: int, cached: int) -> None:
-        """Back to so many tokens, known and cached, blocks kept: for taking the time of the same step again."""
-        sequence = self._idle(request_id)
-        assert 0 <= cached <= sequence.cached, (request_id, cached, sequence.cached)
-        assert cached < tokens <= len(sequence.tokens), (request_id, cached, tokens, len(sequence.tokens))
-        del sequence.tokens[tokens:]
-        sequence.cached = cached
-
-    def assume_cached(self, request_id: int, tokens: int) -> None:
-        """Take a fresh request's blocks and count its first ``tokens`` as cached, without computing them: for taking the time of
-        what follows, which does not depend on what the cache holds."""
-        sequence = self._idle(request_id)
-        assert not sequence.blocks, f"request {request_id} has its blocks"
-        assert 0 < tokens < len(sequence.tokens), (request_id, tokens, len(sequence.tokens))
-        sequence.blocks = self.pool.take(-(-len(sequence.tokens) // self.block_tokens))
-        sequence.cached = tokens
 
     def fill_cache(self) -> None:
         """Normal numbers all over the cache: what is assumed of it then looks like keys and values."""
@@ -223,33 +123,6 @@ class Engine:
             self.kv.normal_()
             if self._cuda is not None:
                 self._cuda.synchronize()  # no lane's stream waits for the default one
-
-    def check(self) -> None:
-        """I4: every block is free or held by exactly one sequence."""
-        held = [b for s in self.sequences.values() for b in s.blocks]
-        assert sorted(held + self.pool.free) == list(range(self.pool.total)), "KV blocks lost or held twice"
-
-    def _idle(self, request_id: int) -> Tracked:
-        sequence = self.sequences[request_id]
-        assert not sequence.busy, f"request {request_id} is in a launch"
-        return sequence
-
-    def _rows(self, sequence: Tracked, begin: int, end: int) -> Tensor:
-        """Token, position and KV slot of a sequence's rows, int64 ``(3, rows)`` on the host."""
-        positions = torch.arange(begin, end)
-        blocks = torch.tensor(sequence.blocks, dtype=torch.int64)
-        slots = blocks[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
-        return torch.stack([torch.tensor(sequence.tokens[begin:end], dtype=torch.int64), positions, slots])
-
-    def _decode_rows(self, sequences: Sequence[Tracked]) -> Tensor:
-        """The same of one row each, the newest token's; lists first, since the lane waits while this is made."""
-        size = self.block_tokens
-        return torch.tensor([[s.tokens[s.cached] for s in sequences], [s.cached for s in sequences],
-                             [s.blocks[s.cached // size] * size + s.cached % size for s in sequences]], dtype=torch.int64)
-
-    def _tables(self, sequences: Sequence[Tracked]) -> Tensor:
-        width = max(1, *(len(s.blocks) for s in sequences))
-        return torch.from_numpy(np.array([s.blocks + [0] * (width - len(s.blocks)) for s in sequences], dtype=np.int32))
 
     # ---- prefill -----------------------------------------------------------------------------------
 
@@ -260,24 +133,24 @@ class Engine:
         members, new, past = [], [], []
         rows: list[Tensor] = []
         for request_id, count, done in chunks:
-            sequence = self._idle(request_id)
+            sequence = self.idle(request_id)
             known = len(sequence.tokens)
             fits = count > 0 and done == sequence.cached and done + count <= known
             assert fits, f"chunk of {count} after {done}: request {request_id} has {sequence.cached} cached of {known} tokens"
             if not sequence.blocks:
                 sequence.blocks = self.pool.take(-(-known // self.block_tokens))
-            rows.append(self._rows(sequence, done, done + count))
+            rows.append(self.rows(sequence, done, done + count))
             members.append(sequence)
             new.append(count)
             past.append(done)
-        decoding = [self._grown(i) for i in decode_ids]
+        decoding = [self.grown(i) for i in decode_ids]
         if decoding:
-            rows.append(self._decode_rows(decoding))
+            rows.append(self.decode_rows(decoding))
         for sequence in members + decoding:
             assert not sequence.busy, f"request {sequence.id} twice in a batch"
             sequence.busy = True
-        ends = [sum(new[:i + 1]) for i in range(len(new))]
-        emits = [(s.id, end - 1) for s, n, p, end in zip(members, new, past, ends, strict=True) if p + n == len(s.tokens)]
+        ends = zip(members, new, past, accumulate(new), strict=True)
+        emits = [(s.id, end - 1) for s, n, p, end in ends if p + n == len(s.tokens)]
         emits += [(s.id, sum(new) + i) for i, s in enumerate(decoding)]
         with self.guard("prefill"), self._on(lane):
             batch = self._batch(rows, members, new, past, decoding)
@@ -289,14 +162,14 @@ class Engine:
         tokens, positions, slots = torch.cat(list(rows), 1).to(self.device)
         chunks = decodes = None
         if members:
-            starts = [0, *(sum(new[:i + 1]) for i in range(len(new)))]
+            starts = list(accumulate(new, initial=0))
             lengths = [n + p for n, p in zip(new, past, strict=True)]
             starts_, lengths_ = (torch.tensor(v, dtype=torch.int32).to(self.device) for v in (starts, lengths))
             plan = self.ops.tiles(new, past, self.arch.dtype, self.arch.spec.head_dim, self.device)
-            chunks = Chunks(sum(new), self._tables(members).to(self.device), starts_, lengths_, plan)
+            chunks = Chunks(sum(new), self.tables(members).to(self.device), starts_, lengths_, plan)
         if decoding:
             lengths = torch.tensor([s.cached + 1 for s in decoding], dtype=torch.int32)
-            decodes = Decodes(self._tables(decoding).to(self.device), lengths.to(self.device))
+            decodes = Decodes(self.tables(decoding).to(self.device), lengths.to(self.device))
         return Batch(tokens, positions, slots, chunks, decodes)
 
     def run_layers(self, run: PrefillRun, layers: int, lane: Lane = CPU_LANE) -> Launch:
@@ -329,7 +202,7 @@ class Engine:
         """One token for every sequence: the lane's graph of the batch's bucket, or eagerly where none was captured."""
         assert ids, "nothing to decode"
         assert len(set(ids)) == len(ids), f"a request twice in {ids}"
-        sequences = [self._grown(i) for i in ids]
+        sequences = [self.grown(i) for i in ids]
         bucket = next((b for b in self.buckets if b >= len(ids)), None)
         graph = None if bucket is None else self._graphs.get((id(lane.stream), bucket))
         self._launching("decode", ids)
@@ -345,20 +218,10 @@ class Engine:
                 graph.replay()
                 tokens = self._to_host(self._static.next_tokens[:len(ids)])
             else:
-                logits = self._decode_forward(self._batch([self._decode_rows(sequences)], (), [], [], sequences), lane.sms)
+                logits = self._decode_forward(self._batch([self.decode_rows(sequences)], (), [], [], sequences), lane.sms)
                 tokens = self._to_host(logits.argmax(-1))
             self._end_event(events, lane, ids)
         return Launch(self, ids, ids, tokens, dict.fromkeys(ids, 1), events, "decode", logits)
-
-    def _grown(self, request_id: int) -> Tracked:
-        """A sequence about to decode: all its tokens but the newest are cached, and there is a slot for that one."""
-        sequence = self._idle(request_id)
-        ready = bool(sequence.blocks) and sequence.cached == len(sequence.tokens) - 1
-        assert ready, f"request {request_id}: {sequence.cached} of {len(sequence.tokens)} tokens cached, cannot decode"
-        assert len(sequence.tokens) <= self.max_tokens, f"request {request_id} grew beyond {self.max_tokens} tokens"
-        if sequence.cached == len(sequence.blocks) * self.block_tokens:
-            sequence.blocks += self.pool.take(1)
-        return sequence
 
     def _decode_forward(self, batch: Batch, num_sms: int) -> Tensor:
         x, residual = self.model.layers(batch, None, self.model.embed(batch), self.kv, 0, self.arch.spec.num_layers, num_sms)
@@ -534,11 +397,11 @@ class _DecodeBuffers:
         for name, empty in (("tokens", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
             host[name][count:bucket] = empty
         if count:
-            rows = engine._decode_rows(sequences)
+            rows = engine.decode_rows(sequences)
             for name, values in zip(("tokens", "positions", "slots"), rows, strict=True):
                 host[name][:count] = values
             host["lengths"][:count] = rows[1] + 1
-            tables = engine._tables(sequences)
+            tables = engine.tables(sequences)
             host["tables"][:count, :tables.shape[1]] = tables
         for pinned, device in self.pairs.values():
             device[:bucket].copy_(pinned[:bucket], non_blocking=True)

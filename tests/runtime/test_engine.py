@@ -15,8 +15,9 @@ from stub_driver import StubDriver  # noqa: E402
 
 from bullet.catalog.models import ModelSpec  # noqa: E402
 from bullet.engine import engine as engine_module  # noqa: E402
-from bullet.engine.engine import BlockPool, Engine, kv_block_bytes, kv_blocks_that_fit  # noqa: E402
+from bullet.engine.engine import Engine  # noqa: E402
 from bullet.engine.model import Architecture, Ops  # noqa: E402
+from bullet.engine.sequences import BlockPool, kv_block_bytes, kv_blocks_that_fit  # noqa: E402
 from bullet.engine.weights import random_weights  # noqa: E402
 from bullet.errors import ConfigError, EngineError  # noqa: E402
 from bullet.gpu.partition import Lane  # noqa: E402
