@@ -19,7 +19,7 @@ and sleep are arguments. No torch here: the engine is whatever has :class:`Engin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,10 +27,12 @@ import numpy as np
 
 from bullet.catalog.models import get_model
 from bullet.config import RunConfig
-from bullet.errors import ConfigError, NoProgressError
+from bullet.errors import ConfigError
 from bullet.policies import is_custom
 from bullet.policies.base import Policy, check_decision
-from bullet.results.columns import RequestTable, RunOutcome, StepTable
+from bullet.results.bookkeeping import INFINITY, STEP_ERRORS, Bookkeeping, Recorder
+from bullet.results.columns import RunOutcome
+from bullet.results.sink import RowSink
 from bullet.state import (
     DECODE,
     HYBRID,
@@ -39,9 +41,6 @@ from bullet.state import (
     Decision,
     DecodeStep,
     HybridStep,
-    KvCache,
-    Partition,
-    Phase,
     PrefillStep,
     Request,
     SplitTable,
@@ -51,9 +50,6 @@ from bullet.state import (
 )
 from bullet.workload import Workload
 
-INFINITY = float("inf")
-STALL = 20_000
-"""Preemptions without one new token, or waits with nothing running and nothing to arrive, after which a run is stuck."""
 POLL_S = 20e-6
 """Pause asked for between two looks at a GPU's events; the system's timer adds its own (some 50 us on Linux)."""
 NAP_S = 0.05
@@ -138,53 +134,29 @@ class HostTimes:
         return out
 
 
-Recorder = Callable[[str, tuple[Any, ...]], None]
-"""Called in order with what :mod:`bullet.runtime.record` needs to run the same decisions again."""
-
-
-class Replay:
+class Replay(Bookkeeping):
     """One run. ``prompts``: request id -> its tokens. Rows go to ``sink`` as they come, as the simulator's do."""
 
-    def __init__(self, config: RunConfig, workload: Workload, machine: Machine, policy: Policy, sink: Any,
+    source = "measured"
+
+    def __init__(self, config: RunConfig, workload: Workload, machine: Machine, policy: Policy, sink: RowSink,
                  prompts: Callable[[int], Sequence[int]], *, clock: Callable[[], float] = time.perf_counter,
                  sleep: Callable[[float], None] = time.sleep, stop: Callable[[], bool] = lambda: False,
                  progress: Callable[[int], None] | None = None, record: Recorder | None = None) -> None:
-        names = tuple(policy.lanes)
-        if names not in ((PREFILL, DECODE), (HYBRID,)):
-            raise ConfigError(f"policy {config.policy.name!r}: lanes = {names}: must be ('prefill', 'decode') or "
-                              "('hybrid',)")
-        slo = config.slo
-        assert slo.ttft_s_per_token is not None
-        assert slo.mean_prompt_tokens is not None
-        self.config, self.machine, self.engine, self.policy, self.sink = config, machine, machine.engine, policy, sink
-        self.prompts, self.clock, self.sleep, self.stop = prompts, clock, sleep, stop
-        self.progress, self.record = progress, record
-        n = machine.splits.num_sms
-        self.names = names
-        layers = get_model(config.device.model).num_layers
-        self.state = SystemState(machine.splits, KvCache(machine.kv_blocks), layers, Partition(n, n))
-        self.arrivals: list[float] = workload.arrival_s.tolist()
-        self.prompt_tokens: list[int] = workload.prompt_tokens.tolist()
-        self.outputs: list[int] = workload.output_tokens.tolist()
-        self.slo_per_token_s, self.mean_slo_s = slo.ttft_s_per_token, slo.ttft_s_per_token * slo.mean_prompt_tokens
-        self.policy_reads_mean = slo.ttft_slo_policy == "mean_length"
-
+        super().__init__(config, workload, policy, machine.splits, machine.kv_blocks, get_model(config.device.model).num_layers,
+                         sink, machine.engine.max_tokens, progress, record)
+        self.machine, self.engine = machine, machine.engine
+        self.prompt_of, self.clock, self.sleep, self.stop = prompts, clock, sleep, stop
         self.flights: dict[str, Flight] = {}
         self.turn: list[Flight] = []  # launched, and waiting for the one processor
         self.prefill_run: Any = None
-        self.wait_until_s = dict.fromkeys(names, INFINITY)
-        self.last_sms = dict.fromkeys(names, 0)
+        self.wait_until_s = dict.fromkeys(self.names, INFINITY)
+        self.last_sms = dict.fromkeys(self.names, 0)
         self.begun_s = 0.0
-        self.now_s = 0.0
-        self.next_arrival = 0
-        self.closed = self.decisions = self.steps_ended = self.split_changes = 0
-        self.preemptions_since_token = self.waits_since_launch = 0
-        self.emitted_s: dict[int, float] = {}
-        self.itl_s: list[float] = []
         self.host = HostTimes()
         self.sm_seconds = dict.fromkeys(("prefill_only", "decode_only", "hybrid", "shared", "idle"), 0.0)
         self.accounted_s = self.arrivals[0] if self.arrivals else 0.0
-        self.busy_s: dict[str, float] = dict.fromkeys(names, 0.0)
+        self.busy_s: dict[str, float] = dict.fromkeys(self.names, 0.0)
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -208,10 +180,7 @@ class Replay:
 
     def _changed(self, now: float) -> bool:
         return (any(f.launch is not None and f.launch.done() for f in self.flights.values())
-                or self._next_arrival_s() <= now or any(until <= now for until in self.wait_until_s.values()))
-
-    def _next_arrival_s(self) -> float:
-        return self.arrivals[self.next_arrival] if self.next_arrival < len(self.arrivals) else INFINITY
+                or self.next_arrival_s <= now or any(until <= now for until in self.wait_until_s.values()))
 
     def _boundary(self, now: float) -> None:
         self._account(now)
@@ -252,9 +221,9 @@ class Replay:
             if not any(f.launch is not None and f.launch.done() for f in self.flights.values()):
                 self.sleep(POLL_S)
             return
-        at = min(self._next_arrival_s(), *self.wait_until_s.values())
+        at = min(self.next_arrival_s, *self.wait_until_s.values())
         if not at < INFINITY:
-            raise NoProgressError(self._stuck("no step runs, no request is to arrive, and the policy waits for nothing"))
+            raise self.nothing_can_happen()
         left = at - (self.clock() - self.begun_s)
         if left > 0:
             self.sleep(min(left, NAP_S))
@@ -262,25 +231,10 @@ class Replay:
     # ---- arrivals --------------------------------------------------------------------------------
 
     def _arrivals(self, now: float) -> None:
-        kv = self.state.kv
-        while self._next_arrival_s() <= now:
-            i = self.next_arrival
-            prompt, output = self.prompt_tokens[i], self.outputs[i]
-            request = Request(i, self.arrivals[i], prompt,
-                              self.mean_slo_s if self.policy_reads_mean else self.slo_per_token_s * prompt)
-            self.next_arrival += 1
-            if prompt + output > self.engine.max_tokens:
-                self._reject(request, "over_context")
-            elif kv.blocks_for(prompt + output - 1) > kv.total_blocks:
-                self._reject(request, "over_kv_capacity")
-            else:
-                self.engine.add(i, self.prompts(i))
-                self._note("arrive", (i, now))
-                self.state.arrive(request)
-
-    def _reject(self, request: Request, reason: str) -> None:
-        request.phase = Phase.REJECTED
-        self._close(request, "rejected", reason, None)
+        for request in self.arrived(now):
+            self.engine.add(request.id, self.prompt_of(request.id))
+            self._note("arrive", (request.id, now))
+            self.state.arrive(request)
 
     # ---- deciding --------------------------------------------------------------------------------
 
@@ -294,22 +248,20 @@ class Replay:
         self.decisions += 1
         self._note("next_step", (lane, state, now, decision))
         self.wait_until_s[lane] = INFINITY
-        if len(self.names) == 2:
+        if self.two_lanes:
             if decision.target is not None:
                 self.split_changes += decision.target != state.target
             publish(state, lane, decision)
-        if isinstance(decision, {PREFILL: PrefillStep, DECODE: DecodeStep, HYBRID: HybridStep}[lane]):
+        step_type = {PREFILL: PrefillStep, DECODE: DecodeStep, HYBRID: HybridStep}[lane]
+        if isinstance(decision, step_type):
             return decision
         if not isinstance(decision, Wait):
-            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane} was answered {decision!r}: "
-                              "must be a step of that lane or a Wait")
+            raise self.wrong_answer(lane, now, decision, step_type)
         if decision.until_s is not None:
             if decision.until_s <= now:
-                raise NoProgressError(self._stuck(f"{lane} asked to wait until {decision.until_s}, already past"))
+                raise self.already_past(lane, decision.until_s)
             self.wait_until_s[lane] = decision.until_s
-        self.waits_since_launch += 1
-        if self.waits_since_launch > STALL and not self.flights and self.next_arrival == len(self.arrivals):
-            raise NoProgressError(self._stuck(f"{lane} waited {STALL} times while nothing ran or arrived"))
+        self.waited(lane, not self.flights)
         return None
 
     # ---- launching -------------------------------------------------------------------------------
@@ -320,21 +272,18 @@ class Replay:
             return
         try:  # a user's policy: what its step breaks is its mistake, told in one line
             self._begin(lane, step, now)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, StopIteration) as exc:
-            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
-                              f"{type(exc).__name__}: {exc}") from exc
+        except STEP_ERRORS as exc:
+            raise self.cannot_carry_out(step, now, exc) from exc
 
     def _begin(self, lane: str, step: Step, now: float) -> None:
         state = self.state
-        if not 0 < step.sms <= state.splits.num_sms:
-            raise NoProgressError(f"policy {self.config.policy.name!r} asked for {step.sms} SMs: the device has 1 to "
-                                  f"{state.splits.num_sms}")
+        if not 0 < step.sms <= self.num_sms:
+            raise self.no_such_sms(step.sms)
         where = self._lane(lane, step.sms)
         for victim in step.preempt:
             self.preemptions_since_token += 1
             self.engine.preempt(victim)
-        if self.preemptions_since_token > STALL:
-            raise NoProgressError(self._stuck(f"{STALL} preemptions without one new token"))
+        self.check_preemptions()
         queue_length = len(state.queue.requests)
         self._note("begin", (lane, now))
         tokens = seqs = context = first_layer = 0
@@ -402,96 +351,25 @@ class Replay:
         assert flight.launch is not None
         flight.launch.finish()
         del self.flights[lane]
-        state, step = self.state, flight.step
-        ended: list[Request] = []
-        if lane == PREFILL:
-            assert isinstance(step, PrefillStep)
-            started = self.clock()
-            ready = state.finish_prefill(now)
-            if ready:
-                # No KV moves: the next decode launch reads the blocks that prefill wrote. This is all there is to it.
-                self.host.hand_over.append(self.clock() - started)
-                self.prefill_run = None
-            for request in ready:
-                self._emit(request.id, now)
-                if self._is_last(request, request.generated):
-                    state.release(request)
-                    ended.append(request)
-        elif lane == DECODE:
-            ended = self._iteration(now)
-            state.finish_decode(ended)
-        else:
-            assert isinstance(step, HybridStep)
-            complete = state.finish_hybrid(now)
-            if step.decode and state.decode.size:
-                ended = self._iteration(now)
-                state.end_hybrid_decode(ended)
-            for request in complete:
-                self._emit(request.id, now)
-                if self._is_last(request, request.generated):
-                    state.release(request)
-                    ended.append(request)
-                else:
-                    state.join_decode(request)
+        started = self.clock() if lane == PREFILL else 0.0
+        served, ended = finish_lane(self.state, lane, flight.step, now, self._is_last)
+        if lane == PREFILL and served:
+            # No KV moves: the next decode launch reads the blocks that prefill wrote. This is all there is to it.
+            self.host.hand_over.append(self.clock() - started)
+            self.prefill_run = None
+        for request in served:
+            self.emit(request, now)
         self._note("finish", (lane, now, tuple(r.id for r in ended)))
         for request in ended:
-            assert request.generated == self.outputs[request.id], f"I2: {request} of {self.outputs[request.id]}"
             made = self.engine.remove(request.id)
             assert len(made) == request.generated, f"I2: the engine made {len(made)} tokens, {request}"
-            self.emitted_s.pop(request.id)
-            self._close(request, "finished", "", now)
+            self.finished(request, now)
         on_device = flight.launch.elapsed_s()
-        elapsed = now - flight.start_s if on_device is None else on_device
         self.busy_s[lane] += on_device if on_device is not None else flight.busy_s or 0.0
-        self._note("observe", (step, elapsed))
-        self.policy.observe(step, elapsed)
-        tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d = flight.row
-        self.sink.step((self.steps_ended, lane, lane, flight.start_s, now, step.sms, tokens, seqs, context, first_layer, layers,
-                        step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used, target_p, target_d,
-                        step.reason))
-        self.steps_ended += 1
-
-    def _iteration(self, now: float) -> list[Request]:
-        """A token for every decoding request; returns those for which it was the last."""
-        decode = self.state.decode
-        for request_id in decode.requests:
-            self._emit(request_id, now)
-        return [r for r in decode.requests.values() if self._is_last(r, decode.generated(r) + 1)]
+        self.step_ended(flight, lane, now, now - flight.start_s if on_device is None else on_device)
 
     def _is_last(self, request: Request, generated: int) -> bool:
         return generated >= self.outputs[request.id]
-
-    def _emit(self, request_id: int, now: float) -> None:
-        before = self.emitted_s.get(request_id)
-        if before is not None:
-            self.itl_s.append(now - before)
-        self.emitted_s[request_id] = now
-        self.preemptions_since_token = 0
-
-    def _close(self, request: Request, status: str, reason: str, finish_s: float | None) -> None:
-        self.closed += 1
-        self._request_row(request, status, reason, finish_s, request.generated)
-        if self.progress is not None:
-            self.progress(1)
-
-    def _request_row(self, request: Request, status: str, reason: str, finish_s: float | None, generated: int) -> None:
-        self.sink.request((request.id, request.arrival_s, request.prompt_tokens, self.outputs[request.id], status, reason,
-                           request.admitted_s, request.first_token_s, finish_s, generated, request.preemptions,
-                           self.slo_per_token_s * request.prompt_tokens, self.mean_slo_s))
-
-    def close_unfinished(self) -> None:
-        """Rows of the requests that an interrupted run leaves behind, those yet to arrive included."""
-        state = self.state
-        left: list[Request] = [*state.queue, *state.ready, *state.chunked]
-        if state.prefill is not None:
-            left.extend(state.prefill.requests)
-        for request in left:
-            self._request_row(request, "unfinished", "", None, request.generated)
-        for request in state.decode.requests.values():
-            self._request_row(request, "unfinished", "", None, state.decode.generated(request))
-        for i in range(self.next_arrival, len(self.arrivals)):
-            self._request_row(Request(i, self.arrivals[i], self.prompt_tokens[i], self.mean_slo_s), "unfinished",
-                              "not yet arrived", None, 0)
 
     # ---- accounts --------------------------------------------------------------------------------
 
@@ -501,7 +379,7 @@ class Replay:
         if span <= 0:
             return
         self.accounted_s = now
-        n, booked = self.state.splits.num_sms, self.sm_seconds
+        n, booked = self.num_sms, self.sm_seconds
         sms = {lane: flight.step.sms for lane, flight in self.flights.items()}
         if HYBRID in sms:
             booked["hybrid"] += sms[HYBRID] * span
@@ -521,26 +399,12 @@ class Replay:
         if self.record is not None:
             self.record(kind, what)
 
-    def _stuck(self, why: str) -> str:
-        state = self.state
-        return (f"policy {self.config.policy.name!r} makes no progress at t = {self.now_s:.3f} s: {why}; {self.closed} of "
-                f"{len(self.arrivals)} requests closed, {len(state.queue)} waiting, {len(state.chunked)} in chunks, "
-                f"{len(state.ready)} ready, {state.decode.size} decoding, KV {state.kv.free_blocks} of "
-                f"{state.kv.total_blocks} blocks free")
-
-    def outcome(self, steps: StepTable, requests: RequestTable, workload: Workload) -> RunOutcome:
+    def outcome(self) -> RunOutcome:
         """What happened, as the simulator says it; ``source`` is measured."""
-        config = self.config
-        assert config.slo.tpot_s is not None
-        return RunOutcome(
-            config=config, system=config.policy.name, steps=steps, requests=requests, itl_s=np.array(self.itl_s),
-            itl_counts=np.ones(len(self.itl_s), dtype=np.int64), sm_seconds=dict(self.sm_seconds),
+        return self.made_outcome(
+            self.sink.tables(), gpu=self.machine.name, device_source=self.machine.partition, sm_seconds=dict(self.sm_seconds),
             span_s=max(0.0, self.accounted_s - self.arrivals[0]) if self.arrivals else 0.0,
-            num_sms=self.state.splits.num_sms, kv_blocks=self.state.kv.total_blocks, split_changes=self.split_changes,
-            decisions=self.decisions, decision_wall_s=sum(self.host.prediction), tpot_slo_s=config.slo.tpot_s,
-            device={"gpu": self.machine.name, "model": config.device.model, "source": self.machine.partition,
-                    "workload": workload.source, "kv_peak_blocks": self.state.kv.peak_blocks},
-            source="measured")
+            decision_wall_s=sum(self.host.prediction))
 
     def timing(self, wall_s: float) -> dict[str, Any]:
         """``timing.json``: Table 5's rows in host microseconds, and how long each lane was at work."""
@@ -559,24 +423,29 @@ def publish(state: SystemState, lane: str, decision: Decision) -> None:
             state.decode_published = decision.published
 
 
-def finish_lane(state: SystemState, lane: str, step: Step, now_s: float, ended: Iterable[int]) -> None:
-    """The state's part of ``Replay._finish``, given who ended: what a record is replayed with."""
-    last = set(ended)
-    if lane == PREFILL:
-        for request in state.finish_prefill(now_s):
-            if request.id in last:
-                state.release(request)
-        return
+def finish_lane(state: SystemState, lane: str, step: Step, now_s: float,
+                is_last: Callable[[Request, int], bool]) -> tuple[list[Request], list[Request]]:
+    """A launch ended: the state's part. ``is_last(request, generated)``: whether the token that it has now is its last.
+
+    Returns the requests that have a token more, and those among them that ended.
+    """
+    decode = state.decode
+    complete: Sequence[Request] = ()
+    if lane != DECODE:
+        complete = state.finish_prefill(now_s) if lane == PREFILL else state.finish_hybrid(now_s)
+    served: list[Request] = []
+    if lane == DECODE or (isinstance(step, HybridStep) and step.decode):
+        served = list(decode.requests.values())
+    ended = [r for r in served if is_last(r, decode.generated(r) + 1)]
     if lane == DECODE:
-        state.finish_decode([state.decode.requests[i] for i in ended])
-        return
-    assert isinstance(step, HybridStep)
-    complete = state.finish_hybrid(now_s)
-    done = {r.id for r in complete}
-    if step.decode and state.decode.size:
-        state.end_hybrid_decode([state.decode.requests[i] for i in ended if i not in done])
+        state.finish_decode(ended)
+    elif served:
+        state.end_hybrid_decode(ended)
     for request in complete:
-        if request.id in last:
+        served.append(request)
+        if is_last(request, request.generated):
             state.release(request)
-        else:
+            ended.append(request)
+        elif lane == HYBRID:
             state.join_decode(request)
+    return served, ended

@@ -191,7 +191,8 @@ def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTa
             elif kind == "finish":
                 lane, now, last = what
                 ended = flights.pop(lane)
-                finish_lane(state, lane, ended, now, last)
+                _, gone = finish_lane(state, lane, ended, now, lambda request, _, last=last: request.id in last)
+                assert [r.id for r in gone] == last, f"{last} end, of which {gone} run"
             elif kind == "observe":
                 assert ended is not None
                 policy.observe(ended, what[1])

@@ -31,6 +31,7 @@ from bullet.results.columns import RunOutcome
 from bullet.results.folder import RunWriter
 from bullet.runtime import machine as machines
 from bullet.runtime import record as records
+from bullet.runtime import step_times
 from bullet.runtime.driver import Replay
 from bullet.runtime.record import RecordWriter
 from bullet.signals import Say, Watch, silent, unwatched
@@ -103,7 +104,7 @@ def serve(config: RunConfig, workload: Workload, opened: machines.Opened, profil
                      stop=lambda: writer.stopping)
         recorder: Any = nullcontext()
         if record is not None:
-            slos = [run.mean_slo_s if run.policy_reads_mean else run.slo_per_token_s * int(t) for t in workload.prompt_tokens]
+            slos = [run.ttft_slo_s(int(t)) for t in workload.prompt_tokens]
             recorder = run.record = RecordWriter(
                 record, config, machine.splits, machine.kv_blocks, run.state.num_layers, slos, workload,
                 {"gpu": dataclasses.asdict(opened.gpu), "model": dataclasses.asdict(model),
@@ -115,7 +116,7 @@ def serve(config: RunConfig, workload: Workload, opened: machines.Opened, profil
         except BaseException:
             run.close_unfinished()  # offered = finished + rejected + unfinished, whatever stopped it
             raise
-        outcome = run.outcome(*writer.tables(), workload)
+        outcome = run.outcome()
         summary = metrics.summarise(outcome)
         writer.close(outcome, summary, run.timing(time.perf_counter() - started))
     if writer.stopping:
@@ -158,7 +159,7 @@ def replay(config: RunConfig, engine: Engine, folder: Path, *, steps: Path | Non
         config = on_machine(config, opened)
         if profile is None and engine.cpu and policies.needs_estimator(config.policy.name):
             engine.say("taking step times, for the estimator to start from")
-            profile = machines.measure_steps(opened, model, seed=config.seed)
+            profile = step_times.measure_steps(opened, model, seed=config.seed)
         return serve(config, workload, opened, profile, folder, record=record, report=report, watch=watch, say=engine.say)
 
 
@@ -207,14 +208,14 @@ def host_lines(timing: Mapping[str, Any]) -> list[str]:
 def take_steps(config: RunConfig, engine: Engine, folder: Path, max_tokens: int | None = None) -> StepProfile:
     """The engine's step times, into ``folder`` as steps.json; ``max_tokens``: the longest sequence."""
     model = get_model(config.device.model)
-    most, least = max_tokens or engine.step_tokens(model), machines.LEAST_TOKENS[engine.device]
+    most, least = max_tokens or engine.step_tokens(model), step_times.LEAST_TOKENS[engine.device]
     if not least <= most <= model.context_tokens:
         raise ConfigError(f"--max-tokens {most}: step times take {least} or more on {engine.device}, up to "
                           f"{model.name}'s {model.context_tokens}")
     made = create_folder(folder)
     try:
         with engine.open(config, most) as opened:
-            profile = machines.measure_steps(opened, model, seed=config.seed)
+            profile = step_times.measure_steps(opened, model, seed=config.seed)
     except BaseException:
         if made:
             with suppress(OSError):  # somebody else's files are in there by now

@@ -8,11 +8,10 @@ loop of the same shape; the two are kept apart on purpose.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -22,10 +21,12 @@ from simpy.events import NORMAL
 from bullet.catalog.models import get_model
 from bullet.config import RunConfig
 from bullet.devices.base import Device, StepWork
-from bullet.errors import ConfigError, NoProgressError, PartitionError
+from bullet.errors import PartitionError
 from bullet.policies import is_custom
 from bullet.policies.base import Policy, check_decision
-from bullet.results.columns import RequestTable, StepTable
+from bullet.results.bookkeeping import INFINITY, STALL_DECISIONS, STEP_ERRORS, Bookkeeping, Recorder
+from bullet.results.columns import RunOutcome
+from bullet.results.sink import RowSink
 from bullet.sim.gpu import Flight, HybridFlight, SimulatedGpu
 from bullet.state import (
     DECODE,
@@ -34,9 +35,7 @@ from bullet.state import (
     Decision,
     DecodeStep,
     HybridStep,
-    KvCache,
     Partition,
-    Phase,
     PrefillStep,
     Published,
     Request,
@@ -46,53 +45,10 @@ from bullet.state import (
 )
 from bullet.workload import Workload
 
-INFINITY = float("inf")
-STALL_DECISIONS = 20_000
-"""Decisions at one instant, preemptions without one new token, or waits with nothing running and nothing to arrive,
-after which a run counts as stuck."""
 PENDING_KEPT = 1024
 """Decisions that a lane leaves unseen before it looks without having to decide."""
 INSTANT_S = 1e-6
 """Decisions closer than this are at one instant: no step is as short, but a policy that waits may let time creep."""
-
-
-class RowSink(Protocol):
-    """Takes rows as they come, in the column order of bullet.results."""
-
-    def step(self, row: tuple[Any, ...]) -> None:
-        """A step ended."""
-
-    def request(self, row: tuple[Any, ...]) -> None:
-        """A request finished, was rejected, or was left unfinished at the end."""
-
-
-PACK_STEPS = 4096
-"""Steps that a run without a folder gathers before it packs them into columns: they are still in the processor's cache."""
-
-
-class ListSink:
-    """Rows in memory, for runs without a folder."""
-
-    def __init__(self) -> None:
-        self.cells: list[Any] = []  # of steps, one row after the other
-        self.packed: list[StepTable] = []
-        self.requests: list[Any] = []
-        self.step = self.cells.extend
-        self.request = self.requests.extend
-
-    def pack(self) -> None:
-        """Called every ``PACK_STEPS`` steps."""
-        self.packed.append(StepTable.from_cells(self.cells))
-        self.cells.clear()
-
-    def tables(self) -> tuple[StepTable, RequestTable]:
-        """All rows."""
-        self.pack()
-        return StepTable.concatenate(self.packed), RequestTable.from_cells(self.requests)
-
-
-Recorder = Callable[[str, tuple[Any, ...]], None]
-"""Called with ("next_step", (lane, state, now_s, decision)) and ("observe", (step, elapsed_s)), in order."""
 
 
 class _Lane:
@@ -143,50 +99,24 @@ class _Noise:
         return self.drawn.pop()
 
 
-class Simulation:
+class Simulation(Bookkeeping):
     """One run. ``run`` executes it to the end; rows go to ``sink`` as they come."""
 
     def __init__(self, config: RunConfig, workload: Workload, device: Device, policy: Policy, splits: SplitTable,
                  kv_blocks: int, sink: RowSink, *, progress: Callable[[int], None] | None = None,
                  record: Recorder | None = None) -> None:
-        assert config.slo.ttft_s_per_token is not None
-        assert config.slo.mean_prompt_tokens is not None
-        self.config = config
-        self.policy = policy
+        super().__init__(config, workload, policy, splits, kv_blocks, device.model.num_layers, sink,
+                         get_model(config.device.model).context_tokens, progress, record)
         self.device = device
-        self.sink = sink
-        self._pack = sink.pack if isinstance(sink, ListSink) else None
-        self._write_step, self._observe = sink.step, policy.observe  # bound once: they are called at every step
-        self.progress = progress
-        self.record = record
-        self.context_tokens = get_model(config.device.model).context_tokens
         self.gpu = SimulatedGpu(device)
-        num_sms = splits.num_sms
-        self.state = SystemState(splits, KvCache(kv_blocks), device.model.num_layers, Partition(num_sms, num_sms))
-        names = tuple(policy.lanes)
-        if names not in ((PREFILL, DECODE), (HYBRID,)):
-            raise ConfigError(f"policy {config.policy.name!r}: lanes = {names}: must be ('prefill', 'decode') or "
-                              "('hybrid',)")
         std = config.device.noise_std
-        self.lanes = [_Lane(name, self.state.target, _Noise(std, config.seed, name) if std else None) for name in names]
-        self.two_lanes = len(names) == 2
+        self.lanes = [_Lane(name, self.state.target, _Noise(std, config.seed, name) if std else None)
+                      for name in self.names]
         if self.two_lanes:
             self.lanes[0].other, self.lanes[1].other = self.lanes[1], self.lanes[0]
-        # Plain lists: indexing them is several times faster than indexing arrays.
-        self.arrivals: list[float] = workload.arrival_s.tolist()
-        self.next_arrival_s = self.arrivals[0] if self.arrivals else INFINITY
-        self.prompts: list[int] = workload.prompt_tokens.tolist()
-        self.outputs: list[int] = workload.output_tokens.tolist()
-        rate = config.slo.ttft_s_per_token
-        self.mean_slo_s = rate * config.slo.mean_prompt_tokens
-        self.slo_per_token_s = rate
-        self.policy_reads_mean = config.slo.ttft_slo_policy == "mean_length"
-
         self.env = simpy.Environment()
         self._tick = simpy.Event(self.env)
         self._tick._ok, self._tick._value = True, None
-        self.now_s = 0.0
-        self.next_arrival = 0
         self.delay_s = config.device.publish_delay_s
         self.reconfigure_s = config.device.reconfigure_s
         self.custom = is_custom(config.policy.name)
@@ -194,29 +124,19 @@ class Simulation:
         self.legal_sms = {int(sms) for sms in (*splits.prefill_sms, *splits.decode_sms)}
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
         self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
-        self._begin = self._begin_two if self.two_lanes else self._begin_one
         self._launch = self._launch_guarded if self.custom else self._begin
         self._ask = self._ask_guarded if self.custom else policy.next_step
-        self.split_changes = 0
-        self.steps_ended = 0
-        self.closed = 0  # finished or rejected
-        self.decisions = 0
         self.decision_wall_s = 0.0
         self.works: dict[int, StepWork] = {}  # of the present prefill batch, by layers; negative: with the LM head
         # Requests by the decode iteration that gives them their last token: O(1) a step, whatever the batch.
         self.finish_at: dict[int, list[Request]] = {}
-        self.emitted_s: dict[int, float] = {}
         self.merged: list[Request] = []
         self.last_iteration_s = 0.0
-        self.itl_s = array("d")
-        self.itl_counts = array("q")
         self.queue_integral_s = 0.0
         self.queue_since_s = 0.0
         self.wait_sum_s = 0.0
         self.stalled = 0
         self.stalled_at = -1.0
-        self.preemptions_since_token = 0
-        self.waits_since_launch = 0
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -230,8 +150,7 @@ class Simulation:
         delay_s = at_s - env._now  # the property costs as much as the subtraction
         if delay_s == INFINITY:
             if self.closed < len(self.arrivals):
-                raise NoProgressError(
-                    self._stuck("no step runs, no request is to arrive, and the policy waits for nothing"))
+                raise self.nothing_can_happen()
             return
         assert at_s >= self.now_s, f"I6: time would go back from {self.now_s} to {at_s}"
         # simpy's clock only orders events; `next_s` is exact, where now + (next - now) may be an ulp off.
@@ -248,12 +167,10 @@ class Simulation:
             gpu.prefill = None
             if gpu.decode is not None:
                 gpu.part(flight, gpu.decode, now)
-            for request in state.finish_prefill(now):
-                self._emit_first(request, now)
-                if request.generated >= self.outputs[request.id]:
-                    state.release(request)
-                    self._close_finished(request, now)
-            self._ended(flight, PREFILL, now)
+            complete = state.finish_prefill(now)
+            if complete:
+                self._prefilled(complete, now)
+            self.step_ended(flight, PREFILL, now, now - flight.start_s)
         flight = gpu.decode
         if flight is not None and flight.end_s <= now:
             gpu.decode = None
@@ -263,8 +180,8 @@ class Simulation:
             self._emit_iteration(now)
             state.finish_decode(finished)
             for request in finished:
-                self._close_finished(request, now)
-            self._ended(flight, DECODE, now)
+                self.finished(request, now)
+            self.step_ended(flight, DECODE, now, now - flight.start_s)
         if self.next_arrival_s <= now:
             self._arrivals(now)
         prefill, decode = self.lanes
@@ -302,7 +219,7 @@ class Simulation:
             gpu.hybrid = None
             step: Any = flight.step
             self._finish_hybrid(step, now)
-            self._ended(flight, HYBRID, now)
+            self.step_ended(flight, HYBRID, now, now - flight.start_s)
             if step.steady and self.record is None and not self.custom:  # a user's policy may count on being asked
                 now = self.now_s = self._repeat(step, now)
         if self.next_arrival_s <= now:
@@ -320,26 +237,10 @@ class Simulation:
     # ---- arrivals --------------------------------------------------------------------------------
 
     def _arrivals(self, now: float) -> None:
-        """Let in all that arrived since the last boundary; refuse by name what can never be served."""
-        kv, i = self.state.kv, self.next_arrival
-        while i < len(self.arrivals) and self.arrivals[i] <= now:
-            prompt, output, arrival = self.prompts[i], self.outputs[i], self.arrivals[i]
-            slo = self.mean_slo_s if self.policy_reads_mean else self.slo_per_token_s * prompt
-            request = Request(i, arrival, prompt, slo)
-            if prompt + output > self.context_tokens:
-                self._reject(request, "over_context")
-            elif kv.blocks_for(prompt + output - 1) > kv.total_blocks:
-                self._reject(request, "over_kv_capacity")
-            else:
-                self._integrate_queue(arrival)
-                self.state.arrive(request)
-            i += 1
-        self.next_arrival = i
-        self.next_arrival_s = self.arrivals[i] if i < len(self.arrivals) else INFINITY
-
-    def _reject(self, request: Request, reason: str) -> None:
-        request.phase = Phase.REJECTED
-        self._close(request, "rejected", reason, None, 0)
+        """Let in all that arrived since the last boundary."""
+        for request in self.arrived(now):
+            self._integrate_queue(request.arrival_s)
+            self.state.arrive(request)
 
     def _integrate_queue(self, now: float) -> None:
         self.queue_integral_s += len(self.state.queue.requests) * (now - self.queue_since_s)
@@ -363,8 +264,7 @@ class Simulation:
         lane.wait_until_s = INFINITY
         launches = type(decision) is lane.step_type
         if not launches and not isinstance(decision, Wait):
-            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s {lane.name} was answered {decision!r}: "
-                              f"must be a {lane.step_type.__name__} or a Wait")
+            raise self.wrong_answer(lane.name, now, decision, lane.step_type)
         if self.two_lanes:
             published, target = decision.published, decision.target
             if target is not None:
@@ -382,14 +282,15 @@ class Simulation:
             return decision
         if decision.until_s is not None:
             if decision.until_s <= now:
-                raise NoProgressError(self._stuck(f"{lane.name} asked to wait until {decision.until_s}, already past"))
+                raise self.already_past(lane.name, decision.until_s)
             lane.wait_until_s = decision.until_s
-            self._guard_waits(lane.name)
+            gpu = self.gpu
+            self.waited(lane.name, gpu.prefill is None and gpu.decode is None and gpu.hybrid is None)
         return None
 
     def _ask_guarded(self, lane: str, state: SystemState, now: float) -> Decision:
         """For a user's policy: its answer is looked at."""
-        decision = self.policy.next_step(lane, state, now)
+        decision: Decision = self.policy.next_step(lane, state, now)
         check_decision(self.config.policy.name, lane, now, decision, self.gpu.num_sms)
         return decision
 
@@ -401,13 +302,8 @@ class Simulation:
                                  f"partition {min(legal)} to {max(legal)} in steps of {min(legal)}")
         try:
             self._begin(lane, step, now)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, StopIteration) as exc:
-            raise ConfigError(f"policy {self.config.policy.name!r}: at t = {now:.6f} s its {step!r} cannot be carried out: "
-                              f"{type(exc).__name__}: {exc}") from exc
-
-    def _no_such_sms(self, sms: int) -> NoProgressError:
-        return NoProgressError(f"policy {self.config.policy.name!r} asked for {sms} SMs: the device has 1 to "
-                               f"{self.gpu.num_sms}")
+        except STEP_ERRORS as exc:
+            raise self.cannot_carry_out(step, now, exc) from exc
 
     def _make_room(self, victims: tuple[int, ...], now: float) -> None:
         self._integrate_queue(now)
@@ -419,11 +315,11 @@ class Simulation:
         last, lane.last_sms = lane.last_sms, sms
         return self.reconfigure_s if last and last != sms else 0.0
 
-    def _begin_two(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
-        state, gpu, kv = self.state, self.gpu, self.state.kv
+    def _begin(self, lane: _Lane, step: Any, now: float) -> None:
+        state, gpu, kv, kind = self.state, self.gpu, self.state.kv, lane.step_type
         sms = step.sms
         if not 0 < sms <= gpu.num_sms:
-            raise self._no_such_sms(sms)
+            raise self.no_such_sms(sms)
         if step.preempt:
             self._make_room(step.preempt, now)
         queue_length = len(state.queue.requests)
@@ -431,7 +327,7 @@ class Simulation:
         factor = 1.0 if lane.noise is None else lane.noise.next()
         self.waits_since_launch = 0
         target_p, target_d = step.target or state.target
-        if isinstance(step, DecodeStep):
+        if kind is DecodeStep:
             self.merged = state.begin_decode(step, now)
             for request in self.merged:
                 self._expect_end(request)
@@ -440,42 +336,27 @@ class Simulation:
                                 (0, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks,
                                  target_p, target_d))
             return
-        assert isinstance(step, PrefillStep)
-        work = self._begin_prefill(step, now)
-        batch = state.prefill
-        assert batch is not None
-        gpu.prefill = Flight(step, work, now, extra_s, factor,
-                             (batch.total_tokens, 0, 0, batch.layers_done, step.layers, queue_length,
-                              kv.total_blocks - kv.free_blocks, target_p, target_d))
-
-    def _begin_one(self, lane: _Lane, step: Any, now: float) -> None:
-        state, gpu, kv = self.state, self.gpu, self.state.kv
-        sms = step.sms
-        if not 0 < sms <= gpu.num_sms:
-            raise self._no_such_sms(sms)
-        if step.preempt:
-            self._make_room(step.preempt, now)
-        queue_length = len(state.queue.requests)
+        if kind is PrefillStep:
+            work = self._begin_prefill(step, now)
+            batch = state.prefill
+            assert batch is not None
+            gpu.prefill = Flight(step, work, now, extra_s, factor,
+                                 (batch.total_tokens, 0, 0, batch.layers_done, step.layers, queue_length,
+                                  kv.total_blocks - kv.free_blocks, target_p, target_d))
+            return
         if step.chunks:
             self._integrate_queue(now)
         requests = state.begin_hybrid(step, now)
-        seqs = context = 0
+        tokens = seqs = context = 0
         if step.decode:
             seqs, context = state.decode.size, state.decode.context_tokens
         if requests:
             work, tokens = self._hybrid_work(requests, step, seqs, context, now)
             seconds = self.device.solo_seconds(work, sms)
         else:
-            tokens = 0
             seconds = self.device.decode_seconds(seqs, context, sms)
-        if lane.noise is not None:
-            seconds *= lane.noise.next()
-        if sms != lane.last_sms:
-            seconds += self._extra_s(lane, sms)
-        self.waits_since_launch = 0
-        target_p, target_d = step.target or state.target
         gpu.hybrid = HybridFlight(
-            step, now, now + seconds,
+            step, now, now + (seconds * factor + extra_s),
             (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks, target_p, target_d))
 
     def _repeat(self, step: Any, now: float) -> float:
@@ -496,8 +377,8 @@ class Simulation:
             self._end_iteration(end)
             elapsed = end - now
             self._observe(step, elapsed)
-            self._step_row((self.steps_ended, HYBRID, HYBRID, now, end, sms, 0, seqs, context, 0, state.num_layers,
-                            step.predicted_s, elapsed, 0.0, 0, queue_length, kv_used, target_p, target_d, step.reason))
+            self.step_row((self.steps_ended, HYBRID, HYBRID, now, end, sms, 0, seqs, context, 0, state.num_layers,
+                           step.predicted_s, elapsed, 0.0, 0, queue_length, kv_used, target_p, target_d, step.reason))
             now = end
             if self.debug:
                 state.check()
@@ -537,35 +418,22 @@ class Simulation:
 
     # ---- finishing -------------------------------------------------------------------------------
 
-    def _ended(self, flight: Flight | HybridFlight, lane: str, now: float) -> None:
-        """Tell the policy how long a step took, and write its row."""
-        step, start = flight.step, flight.start_s
-        elapsed = now - start
-        if self.record is not None:
-            self.record("observe", (step, elapsed))
-        self._observe(step, elapsed)
-        (prefill_tokens, seqs, context, first_layer, layers, queue, kv_used, target_p, target_d) = flight.row
-        self._step_row((self.steps_ended, lane, lane, start, now, flight.sms, prefill_tokens, seqs, context, first_layer,
-                        layers, step.predicted_s, elapsed, flight.corun_s, flight.corun_sms, queue, kv_used, target_p,
-                        target_d, step.reason))
-
-    def _step_row(self, row: tuple[Any, ...]) -> None:
-        self._write_step(row)
-        self.steps_ended = number = self.steps_ended + 1
-        if self._pack is not None and number % PACK_STEPS == 0:
-            self._pack()
-
     def _finish_hybrid(self, step: Any, now: float) -> None:
-        state = self.state
-        complete = state.finish_hybrid(now)
-        if step.decode and state.decode.size:
+        complete = self.state.finish_hybrid(now)
+        if step.decode and self.state.decode.size:
             self._end_iteration(now)
+        if complete:
+            self._prefilled(complete, now)
+
+    def _prefilled(self, complete: Iterable[Request], now: float) -> None:
+        """Prompts are complete, and have their first token; of a single lane they decode with the next step."""
+        state = self.state
         for request in complete:
-            self._emit_first(request, now)
+            self.emit(request, now)
             if request.generated >= self.outputs[request.id]:
                 state.release(request)
-                self._close_finished(request, now)
-            else:
+                self.finished(request, now)
+            elif not self.two_lanes:
                 state.join_decode(request)
                 self._expect_end(request)
                 self.merged.append(request)
@@ -576,7 +444,7 @@ class Simulation:
         self._emit_iteration(now)
         self.state.end_hybrid_decode(finished)
         for request in finished:
-            self._close_finished(request, now)
+            self.finished(request, now)
 
     def _expect_end(self, request: Request) -> None:
         """File a request that just joined the decode batch under the iteration that ends it."""
@@ -611,67 +479,24 @@ class Simulation:
         self.last_iteration_s = now
         self.preemptions_since_token = 0
 
-    def _emit_first(self, request: Request, now: float) -> None:
-        before = self.emitted_s.get(request.id)
-        if before is not None:  # recomputed after a preemption: the gap spans it
-            self.itl_s.append(now - before)
-            self.itl_counts.append(1)
-        self.emitted_s[request.id] = now
-        self.preemptions_since_token = 0
-
-    def _close_finished(self, request: Request, now: float) -> None:
-        assert request.generated == self.outputs[request.id], f"I2: {request} of {self.outputs[request.id]}"
-        self.emitted_s.pop(request.id, None)
-        self._close(request, "finished", "", now, request.generated)
-
-    def _close(self, request: Request, status: str, reason: str, finish_s: float | None, generated: int) -> None:
-        self.closed += 1
-        self._request_row(request, status, reason, finish_s, generated)
-        if self.progress is not None:
-            self.progress(1)
-
-    def _request_row(self, request: Request, status: str, reason: str, finish_s: float | None, generated: int) -> None:
-        self.sink.request((request.id, request.arrival_s, request.prompt_tokens, self.outputs[request.id], status, reason,
-                           request.admitted_s, request.first_token_s, finish_s, generated, request.preemptions,
-                           self.slo_per_token_s * request.prompt_tokens, self.mean_slo_s))
-
-    def close_unfinished(self) -> None:
-        """Rows of the requests that an interrupted run leaves behind, those yet to arrive included."""
-        state = self.state
-        left = [*state.queue, *state.ready, *state.chunked, *state.decode.requests.values()]
-        if state.prefill is not None:
-            left.extend(state.prefill.requests)
-        for request in left:
-            inside = request.id in state.decode.requests
-            self._request_row(request, "unfinished", "", None,
-                              state.decode.generated(request) if inside else request.generated)
-        for i in range(self.next_arrival, len(self.arrivals)):
-            self._request_row(Request(i, self.arrivals[i], self.prompts[i], self.mean_slo_s), "unfinished",
-                              "not yet arrived", None, 0)
-
     # ---- guards ----------------------------------------------------------------------------------
 
     def _guard(self, now: float) -> None:
         """Called when time stands still between decisions, or preemptions outrun tokens."""
         self.stalled += 1
         if self.stalled > STALL_DECISIONS:
-            raise NoProgressError(self._stuck(f"{STALL_DECISIONS} decisions at one instant"))
-        if self.preemptions_since_token > STALL_DECISIONS:
-            raise NoProgressError(self._stuck(f"{STALL_DECISIONS} preemptions without one new token"))
+            raise self.stuck(f"{STALL_DECISIONS} decisions at one instant")
+        self.check_preemptions()
 
-    def _guard_waits(self, lane: str) -> None:
-        """A policy that waits, and then waits again, with nobody else to change anything, would do so for ever."""
-        self.waits_since_launch += 1
-        idle = self.gpu.prefill is None and self.gpu.decode is None and self.gpu.hybrid is None
-        if (self.waits_since_launch > STALL_DECISIONS and idle
-                and self.next_arrival == len(self.arrivals)):
-            raise NoProgressError(self._stuck(f"{lane} waited {STALL_DECISIONS} times while nothing ran or arrived"))
+    # ---- the end ---------------------------------------------------------------------------------
 
-    def _stuck(self, why: str) -> str:
-        state = self.state
-        head = state.queue[0] if len(state.queue) else None
-        return (f"policy {self.config.policy.name!r} makes no progress at t = {self.now_s:.3f} s: {why}; "
-                f"{self.closed} of {len(self.arrivals)} requests closed, {len(state.queue)} waiting (head: {head}), "
-                f"{len(state.chunked)} in chunks, prefill batch: "
-                f"{None if state.prefill is None else [r.id for r in state.prefill.requests]}, {len(state.ready)} ready, "
-                f"{state.decode.size} decoding, KV {state.kv.free_blocks} of {state.kv.total_blocks} blocks free")
+    def outcome(self) -> RunOutcome:
+        """What happened, once every request is closed."""
+        tables = self.sink.tables()
+        lane, held_sm_s = tables[0]["lane"], tables[0]["sms"] * tables[0]["actual_s"]
+        span_s = self.now_s - (self.arrivals[0] if self.arrivals else 0.0)
+        held = {name: float(held_sm_s[lane == name].sum()) for name in self.names}
+        return self.made_outcome(
+            tables, gpu=self.config.device.gpu, device_source=self.device.source, sm_seconds=self.gpu.sm_seconds(span_s, held),
+            span_s=span_s, decision_wall_s=self.decision_wall_s, queue_integral_s=self.queue_integral_s,
+            wait_sum_s=self.wait_sum_s)

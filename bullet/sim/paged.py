@@ -65,7 +65,7 @@ class PagedSimulation(Simulation):
         if flight is not None:  # nobody wakes a busy device
             gpu.hybrid = None
             self._deliver(now)
-            self._ended(flight, HYBRID, now)
+            self.step_ended(flight, HYBRID, now, now - flight.start_s)
             if self.decided:
                 self._start(self.decided.popleft(), now)
         if self.next_arrival_s <= now:
@@ -80,7 +80,7 @@ class PagedSimulation(Simulation):
         flight = gpu.hybrid
         self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
 
-    def _begin_one(self, lane: Any, step: Any, now: float) -> None:
+    def _begin(self, lane: Any, step: Any, now: float) -> None:
         """Carry out a decision on queues and blocks; run it now, or after the step that runs."""
         state = self.state
         assert isinstance(step, HybridStep), step
@@ -135,16 +135,16 @@ class PagedSimulation(Simulation):
                     self._integrate_queue(now)
                     self.wait_sum_s += now - request.queued_s
                 self.state.finish(request)
-                self._close_finished(request, now)
+                self.finished(request, now)
         if not self.decided:
             del self.state.in_flight[HYBRID]
         self.itl_s.extend(gaps)
         self.itl_counts.extend(gaps.values())
 
-    def _stuck(self, why: str) -> str:
-        return f"{super()._stuck(why)}, {len(self.state.running)} running"
+    def standing(self) -> str:
+        return f"{super().standing()}, {len(self.state.running)} running"
 
     def close_unfinished(self) -> None:
         for request in self.state.running:
-            self._request_row(request, "unfinished", "", None, request.generated)
+            self.request_row(request, "unfinished", "", None, request.generated)
         super().close_unfinished()

@@ -34,7 +34,7 @@ from bullet.results import metrics
 from bullet.results.columns import StepTable
 from bullet.results.folder import load_run
 from bullet.results.tables import cell_text
-from bullet.runtime import machine as machines
+from bullet.runtime import step_times
 from bullet.runtime.serve import Engine, on_machine, serve
 from bullet.signals import Watch, unwatched
 from bullet.state import SplitTable
@@ -95,7 +95,7 @@ def measure(config: RunConfig, engine: Engine, folder: Path, *, policies: Sequen
         say(f"{opened.machine.name}; partition: {opened.machine.partition}")
         if profile is None:
             began = time.monotonic()
-            profile = machines.measure_steps(opened, model, seed=config.seed, repeats=3)
+            profile = step_times.measure_steps(opened, model, seed=config.seed, repeats=3)
             steps_s = time.monotonic() - began
             write_text(folder / "steps.json", profile.to_json())
             say("step times taken")
@@ -122,7 +122,7 @@ def measure(config: RunConfig, engine: Engine, folder: Path, *, policies: Sequen
             if cpu:
                 sweep(config, engine, folder / "sweep-after", budget_s, say, again=True)
             else:
-                after = machines.measure_steps(opened, model, seed=config.seed, repeats=1, corun_s=0.2)
+                after = step_times.measure_steps(opened, model, seed=config.seed, repeats=1, corun_s=0.2)
                 write_text(folder / "steps-after.json", after.to_json())
         except ProfileError as exc:  # the runs are there: they are worth their table without it
             say(f"no second step times ({exc}): the drift stays unknown")

@@ -146,6 +146,9 @@ class Sink:
         self.steps, self.requests = [], []
         self.step, self.request = self.steps.append, self.requests.append
 
+    def tables(self):
+        return StepTable.from_rows(self.steps), RequestTable.from_rows(self.requests)
+
 
 def unit(kind, tokens, layers):
     """A millisecond a layer of prefill, whatever its size; two milliseconds an iteration."""
@@ -203,7 +206,3 @@ def times(sink):
     """First token and finish of each request by id."""
     table = RequestTable.from_rows(sink.requests)
     return {int(i): (float(a), float(b)) for i, a, b in zip(table["id"], table["first_token_s"], table["finish_s"], strict=True)}
-
-
-def tables(sink):
-    return StepTable.from_rows(sink.steps), RequestTable.from_rows(sink.requests)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_engine import FakeClock, replay, tables, times
+from fake_engine import FakeClock, replay, times
 
 import bullet
 from bullet.errors import ConfigError, EngineError, NoProgressError
@@ -65,7 +65,7 @@ def test_on_one_processor_lanes_take_turns_and_a_step_includes_the_wait_for_its_
     found = times(sink)
     assert found[0] == pytest.approx((0.004, 0.012))
     assert found[1] == pytest.approx((0.010, 0.010))
-    steps, _ = tables(sink)
+    steps, _ = sink.tables()
     both = steps["corun_s"] > 0
     assert steps["actual_s"][both].tolist() == pytest.approx([2 * MS, 4 * MS, 4 * MS, 4 * MS])
     assert [seconds for _, seconds in policy.seen[2:]] == pytest.approx([2 * MS, 4 * MS, 4 * MS, 4 * MS])
@@ -81,7 +81,7 @@ def test_on_a_gpu_both_lanes_run_and_events_time_a_step():
     late = 4 * 20e-6  # a poll is 20 us; four ends in a row
     assert found[0][1] == pytest.approx(0.008, abs=late)
     assert found[1][0] == pytest.approx(0.008, abs=late)
-    steps, _ = tables(sink)
+    steps, _ = sink.tables()
     assert steps["actual_s"].tolist() == pytest.approx([2 * MS] * 6)
     assert np.all(steps["end_s"] - steps["start_s"] >= steps["actual_s"] - 1e-9)
     assert np.sum(steps["corun_s"] > 0) == 4
@@ -95,14 +95,14 @@ def test_every_policy_serves_every_request_to_its_length(policy, turns):
     rows = [(float(t), int(p), int(o)) for t, p, o in zip(
         np.cumsum(rng.exponential(0.004, 40)), rng.integers(1, 200, 40), rng.integers(1, 30, 40), strict=True)]
     run, engine, sink = replay(rows, policy, turns=turns, blocks=60)
-    steps, requests = tables(sink)
+    _, requests = sink.tables()
     assert (requests["status"] == "finished").all()
     assert sorted(requests["id"].tolist()) == list(range(40))
     assert (requests["generated_tokens"] == requests["output_tokens"]).all()
     assert (requests["first_token_s"] >= requests["arrival_s"]).all()
     assert engine.free() == 60
     assert not engine.tokens
-    outcome = run.outcome(steps, requests, run_workload(rows))
+    outcome = run.outcome()
     summary = metrics.summarise(outcome)
     assert summary["source"] == "measured"
     assert summary["gpu"] == "fake"
@@ -121,7 +121,7 @@ def test_a_full_cache_preempts_in_the_engine_too():
     """Two requests of 15 tokens grow to 31: four blocks in all, three there are. One is preempted and computed again."""
     run, engine, sink = replay([(0.0, 15, 17), (0.0, 15, 17)], "naive", blocks=3)
     assert ("preempt", 1) in engine.log
-    _, requests = tables(sink)
+    _, requests = sink.tables()
     assert requests["preemptions"].sum() == 1
     assert (requests["generated_tokens"] == 17).all()
     again = [entry for entry in engine.log if entry[0] == "prefill"]
@@ -131,7 +131,7 @@ def test_a_full_cache_preempts_in_the_engine_too():
 
 def test_requests_that_can_never_fit_are_refused_by_name():
     _, _, sink = replay([(0.0, 4000, 200), (0.0, 100, 50), (0.0, 20, 2)], "vllm-256", blocks=5)
-    _, requests = tables(sink)
+    _, requests = sink.tables()
     assert dict(zip(requests["id"].tolist(), requests["reason"].tolist(), strict=True)) == {
         0: "over_context", 1: "over_kv_capacity", 2: ""}
 
@@ -173,7 +173,7 @@ def test_waits_are_slept_until_their_time():
     (Wait(-1.0), NoProgressError, "already past"),
     (Wait(math.nan), NoProgressError, "waits for nothing"),
     (PrefillStep(9, 1, (0,)), NoProgressError, "asked for 9 SMs"),
-    (DecodeStep(2), ConfigError, "must be a step of that lane"),
+    (DecodeStep(2), ConfigError, "must be a PrefillStep or a Wait"),
 ])
 def test_a_policy_that_misbehaves_is_told(answer, error, message):
     class Misbehaves(TwoLanes):
@@ -210,7 +210,7 @@ def test_a_stop_keeps_what_is_finished_and_accounts_for_the_rest():
         replay([(0.0, 20, 1), (0.0, 20, 9), (0.5, 20, 2)], TwoLanes(), stop=stop, before=runs.append)
     (run,) = runs
     run.close_unfinished()
-    _, requests = tables(run.sink)
+    _, requests = run.sink.tables()
     assert dict(zip(requests["id"].tolist(), requests["status"].tolist(), strict=True)) == {
         0: "finished", 1: "unfinished", 2: "unfinished"}
 
@@ -221,7 +221,7 @@ def test_a_kernel_that_fails_in_mid_run_ends_it_with_rows_kept():
         replay([(0.0, 20, 1), (0.1, 20, 9)], TwoLanes(), fail_at=4, before=runs.append)
     (run,) = runs
     run.close_unfinished()
-    _, requests = tables(run.sink)
+    _, requests = run.sink.tables()
     assert requests["status"].tolist() == ["finished", "unfinished"]
 
 
@@ -266,8 +266,8 @@ def test_reports_and_plots_of_the_simulator_work_on_a_real_run(tmp_path):
     from bullet.results import page
 
     rows = [(0.0, 20, 3), (0.001, 60, 4)]
-    run, _, sink = replay(rows, "static-6", turns=False)
-    outcome = run.outcome(*tables(sink), run_workload(rows))
+    run, _, _ = replay(rows, "static-6", turns=False)
+    outcome = run.outcome()
     page.write_run_report(tmp_path, outcome, metrics.summarise(outcome), to_toml(outcome.config))
     page = (tmp_path / "report.html").read_text()
     assert "measured on FAKE" in page

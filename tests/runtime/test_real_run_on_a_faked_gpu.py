@@ -109,11 +109,11 @@ def test_an_engine_that_fails_on_a_gpu_keeps_rows_and_destroys_contexts(served, 
 def test_a_validation_on_a_gpu_measures_each_split_and_closes_the_loop(served, capsys, monkeypatch, tmp_path):
     """Step times on every lane and beside the other, then a run, then the table; few sizes, since the CPU computes them.
     A co-run's window is over before a lane has ended three steps: it goes on until then."""
-    from bullet.runtime import machine as opening
+    from bullet.runtime import step_times
 
     pytest.importorskip("simpy")
-    monkeypatch.setattr(opening, "measure_steps", partial(
-        opening.measure_steps, prefill_tokens=(1, 16), batches=(1, 2), contexts=(16, 32), clock=count(0.0, 0.2).__next__))
+    monkeypatch.setattr(step_times, "measure_steps", partial(
+        step_times.measure_steps, prefill_tokens=(1, 16), batches=(1, 2), contexts=(16, 32), clock=count(0.0, 0.2).__next__))
     monkeypatch.setitem(run_validate.LENGTHS, False, ((8, 60), (2, 6)))
     status, out, gpu = served("naive", command=("validate", "--policies", "naive", "--num-requests", "4", "--rate", "50"))
     text, err = capsys.readouterr()
@@ -139,14 +139,14 @@ def test_a_validation_on_a_gpu_measures_each_split_and_closes_the_loop(served, c
 
 def test_a_gpu_machine_without_what_only_the_simulator_needs_measures_and_says_so(served, capsys, monkeypatch):
     """torch, triton, cuda-bindings, numpy and pyarrow are all that measuring asks for; the table is made elsewhere."""
-    from bullet.runtime import machine as opening
+    from bullet.runtime import step_times
 
     for name in ("simpy", "scipy", "sklearn", "pandas", "matplotlib", "tqdm", "transformers", "safetensors"):
         monkeypatch.setitem(sys.modules, name, None)
         for part in [m for m in sys.modules if m.startswith(f"{name}.")]:
             monkeypatch.setitem(sys.modules, part, None)
-    monkeypatch.setattr(opening, "measure_steps", partial(
-        opening.measure_steps, prefill_tokens=(1, 16), batches=(1, 2), contexts=(16, 32), clock=count(0.0, 0.2).__next__))
+    monkeypatch.setattr(step_times, "measure_steps", partial(
+        step_times.measure_steps, prefill_tokens=(1, 16), batches=(1, 2), contexts=(16, 32), clock=count(0.0, 0.2).__next__))
     monkeypatch.setitem(run_validate.LENGTHS, False, ((8, 60), (2, 6)))
     status, out, gpu = served("naive", command=("validate", "--policies", "naive", "--num-requests", "4", "--rate", "50",
                                                 "--budget-s", "100"))

@@ -101,7 +101,8 @@ def test_the_least_is_enough_and_one_less_is_not(model):
     from bullet.catalog.models import get_model
     from bullet.config import load_run_config
     from bullet.errors import ProfileError
-    from bullet.runtime.machine import LEAST_TOKENS, measure_steps, open_machine
+    from bullet.runtime.machine import open_machine
+    from bullet.runtime.step_times import LEAST_TOKENS, measure_steps
 
     config = load_run_config(None, {"device.model": str(model)})
     for tokens, enough in ((LEAST_TOKENS["cpu"], True), (LEAST_TOKENS["cpu"] - 1, False)):
@@ -283,7 +284,7 @@ def test_step_times_of_another_model_or_machine_are_refused(trace, model, tmp_pa
                                                       (signal.SIGTERM, 143, "stopped by SIGTERM")])
 def test_a_signal_before_the_first_run_unwinds_and_is_said(model, tmp_path, monkeypatch, capsys, number, status, said):
     """While step times are taken no run has a handler yet: the machine is closed all the same, and the folder named."""
-    from bullet.runtime import machine
+    from bullet.runtime import machine, step_times
 
     closed = []
 
@@ -297,7 +298,7 @@ def test_a_signal_before_the_first_run_unwinds_and_is_said(model, tmp_path, monk
 
     real = machine.open_machine
     monkeypatch.setattr(machine, "open_machine", opened)
-    monkeypatch.setattr(machine, "measure_steps", lambda *args, **kwargs: signal.raise_signal(number))
+    monkeypatch.setattr(step_times, "measure_steps", lambda *args, **kwargs: signal.raise_signal(number))
     before = signal.getsignal(signal.SIGTERM)
     out = tmp_path / "out"
     assert run("steps", "--device", "cpu", "--model", model, "--out", out) == status

@@ -9,7 +9,8 @@ from fake_engine import FakeClock, FakeEngine
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
 from bullet.runtime.driver import Machine
-from bullet.runtime.machine import Opened, measure_steps
+from bullet.runtime.machine import Opened
+from bullet.runtime.step_times import measure_steps
 from bullet.state import SplitTable
 
 LLAMA = get_model("llama-3.1-8b")

@@ -137,7 +137,7 @@ def test_options_are_checked() -> None:
 def test_paging_is_for_one_lane() -> None:
     policy = Vllm(PolicyContext(MODELS["llama-3.1-8b"], GPUS["a100-80gb"], SplitTable.every(108), 0.2), 256)
     policy.paging = (True, False)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"must be a bullet\.prefix\.Paging"):
+    with pytest.raises(ConfigError, match=r"must be a bullet\.state\.prefix\.Paging"):
         worlds.run_with(policy, [(0.0, 10, 1)])
 
 

@@ -10,7 +10,8 @@ from bullet.devices.fitted import DeviceModel
 from bullet.estimators.make import make_estimator
 from bullet.policies import make_policy, needs_estimator
 from bullet.policies.base import PolicyContext
-from bullet.sim.run import build_splits, simulate
+from bullet.sim.run import simulate
+from bullet.state import SplitTable
 from bullet.workload import load_workload
 from tests.reference import SglangWalk, VllmWalk, two_lane
 from tests.worlds import A100, config, workload
@@ -71,7 +72,7 @@ def test_two_lanes(policy: str, trace: str, rate: float, kv_tokens: int, more: d
     slo = resolve_slo(c.slo, trace, w.mean_prompt_tokens)
     assert slo.tpot_s is not None
     assert slo.ttft_s_per_token is not None
-    splits = build_splits(c, 108)
+    splits = SplitTable.every(108)
     model, gpu = get_model("llama-3.1-8b"), get_gpu("a100-80gb")
     estimator = None
     if needs_estimator(policy):
