@@ -8,13 +8,10 @@ loop of the same shape; the two are kept apart on purpose.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
-from zlib import crc32
 
-import numpy as np
 import simpy
 from simpy.events import NORMAL
 
@@ -28,6 +25,7 @@ from bullet.results.bookkeeping import INFINITY, STALL_DECISIONS, STEP_ERRORS, B
 from bullet.results.columns import RunOutcome
 from bullet.results.sink import RowSink
 from bullet.sim.gpu import Flight, HybridFlight, SimulatedGpu
+from bullet.sim.lane import Lane, Noise
 from bullet.state import (
     DECODE,
     HYBRID,
@@ -35,9 +33,7 @@ from bullet.state import (
     Decision,
     DecodeStep,
     HybridStep,
-    Partition,
     PrefillStep,
-    Published,
     Request,
     SplitTable,
     SystemState,
@@ -51,54 +47,6 @@ INSTANT_S = 1e-6
 """Decisions closer than this are at one instant: no step is as short, but a policy that waits may let time creep."""
 
 
-class _Lane:
-    """One lane: what it may launch, and the target and published estimates as it sees them.
-
-    Its own decisions it sees at once, the other lane's after a delay. The last writer wins, by the decision's number: two
-    lanes may decide at one instant, yet one of them was last.
-    """
-
-    __slots__ = ("last_sms", "name", "noise", "other", "own", "pending", "seen", "step_type", "target", "wait_until_s",
-                 "written")
-
-    def __init__(self, name: str, target: Partition, noise: _Noise | None) -> None:
-        self.name = name
-        self.step_type = {PREFILL: PrefillStep, DECODE: DecodeStep, HYBRID: HybridStep}[name]
-        self.noise = noise
-        self.other = self  # of two, the other one
-        self.last_sms = 0
-        self.wait_until_s = INFINITY
-        self.target = target
-        self.written = 0
-        self.own = self.seen = Published()  # what it published itself, and what it has seen of the other
-        #: What the other lane decided: when it can be seen, the decision's number, what it published, its target.
-        self.pending: deque[tuple[float, int, Published | None, Partition | None]] = deque()
-
-    def look(self, now_s: float) -> None:
-        """See what the other lane has decided by now."""
-        pending = self.pending
-        while pending and pending[0][0] <= now_s:
-            _, number, published, target = pending.popleft()
-            if target is not None and number > self.written:
-                self.target, self.written = target, number
-            if published is not None:
-                self.seen = published
-
-
-class _Noise:
-    """Log-normal factors, keyed by lane and step index: drawn in order from the lane's own stream."""
-
-    def __init__(self, std: float, seed: int, lane: str) -> None:
-        self.std = std
-        self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0, crc32(f"noise:{lane}".encode())]))
-        self.drawn: list[float] = []
-
-    def next(self) -> float:
-        if not self.drawn:
-            self.drawn.extend(np.exp(self.std * self.rng.standard_normal(1024))[::-1].tolist())
-        return self.drawn.pop()
-
-
 class Simulation(Bookkeeping):
     """One run. ``run`` executes it to the end; rows go to ``sink`` as they come."""
 
@@ -110,7 +58,7 @@ class Simulation(Bookkeeping):
         self.device = device
         self.gpu = SimulatedGpu(device)
         std = config.device.noise_std
-        self.lanes = [_Lane(name, self.state.target, _Noise(std, config.seed, name) if std else None)
+        self.lanes = [Lane(name, self.state.target, Noise(std, config.seed, name) if std else None)
                       for name in self.names]
         if self.two_lanes:
             self.lanes[0].other, self.lanes[1].other = self.lanes[1], self.lanes[0]
@@ -248,7 +196,7 @@ class Simulation(Bookkeeping):
 
     # ---- deciding --------------------------------------------------------------------------------
 
-    def _decide(self, lane: _Lane, now: float) -> Any:
+    def _decide(self, lane: Lane, now: float) -> Any:
         """Ask the policy, and publish its answer: a step, or ``None``: it waits."""
         started = perf_counter()
         decision: Any = self._ask(lane.name, self.state, now)
@@ -294,7 +242,7 @@ class Simulation(Bookkeeping):
         check_decision(self.config.policy.name, lane, now, decision, self.gpu.num_sms)
         return decision
 
-    def _launch_guarded(self, lane: _Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
+    def _launch_guarded(self, lane: Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         """For a user's policy: what its step breaks is its mistake, told in one line."""
         n, legal = self.gpu.num_sms, self.legal_sms
         if 0 < step.sms < n and step.sms not in legal:
@@ -310,12 +258,12 @@ class Simulation(Bookkeeping):
         for victim in victims:
             self._forget(victim)
 
-    def _extra_s(self, lane: _Lane, sms: int) -> float:
+    def _extra_s(self, lane: Lane, sms: int) -> float:
         """What it costs to come to these SMs from the lane's last."""
         last, lane.last_sms = lane.last_sms, sms
         return self.reconfigure_s if last and last != sms else 0.0
 
-    def _begin(self, lane: _Lane, step: Any, now: float) -> None:
+    def _begin(self, lane: Lane, step: Any, now: float) -> None:
         state, gpu, kv, kind = self.state, self.gpu, self.state.kv, lane.step_type
         sms = step.sms
         if not 0 < sms <= gpu.num_sms:
