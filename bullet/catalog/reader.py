@@ -32,7 +32,7 @@ from bullet.errors import ConfigError
 def read_config(path: str | Path) -> ModelSpec:
     """The model that a ``config.json`` describes; a :class:`ConfigError` names the file and the key that prevents it."""
     path = Path(path)
-    raw = _load(path)
+    raw = read_object(path)
     outer = raw
     if isinstance(raw.get("text_config"), Mapping) and "num_hidden_layers" not in raw and "n_layer" not in raw:
         raw = {
@@ -46,7 +46,8 @@ def read_config(path: str | Path) -> ModelSpec:
     ).spec(_name(path, outer))
 
 
-def _load(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The file's one JSON object."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as exc:

@@ -11,7 +11,6 @@ Keys and values go straight into the paged cache ``(layers, 2, blocks, K, block_
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bullet.catalog.models import ModelSpec, read_config
+from bullet.catalog.reader import read_config, read_object
+from bullet.catalog.spec import ModelSpec
 from bullet.errors import ConfigError
 
 Tensor = torch.Tensor
@@ -55,9 +55,13 @@ class Architecture:
     @classmethod
     def of(cls, spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Architecture:
         """A built-in model's shape, for random weights: eps and rotary base as Llama 3.1's or Qwen3's config.json."""
-        if spec.num_experts:
-            raise ConfigError(f"model {spec.name}: mixtures of experts are simulated only; the engine runs dense "
-                              f"{' and '.join(MODEL_TYPES)}")
+        for what, there in (("mixtures of experts", spec.num_experts), ("latent attention", spec.kv_lora_rank),
+                            ("sliding windows", spec.window_layers), ("MLPs without a gate", not spec.gated_mlp),
+                            ("biases", spec.qkv_bias or spec.o_bias or spec.mlp_bias),
+                            ("quantised weights", spec.mlp_bits != 8 * spec.dtype_bytes)):
+            if there:
+                raise ConfigError(f"model {spec.name}: {what} are simulated only; the engine runs dense "
+                                  f"{' and '.join(MODEL_TYPES)}")
         if spec.qk_norm:
             return cls(spec, "qwen3", dtype, 1e-6, 1e6)
         return cls(spec, "llama", dtype, 1e-5, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
@@ -67,8 +71,7 @@ class Architecture:
         """Read a ``config.json``, or the folder that holds one; refuses by name what the engine does not compute."""
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
-        spec = read_config(path)
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_object(path)
         model_type = raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ConfigError(f"{path}: model_type = {model_type!r}: the engine runs {' and '.join(MODEL_TYPES)} (dense)")
@@ -80,9 +83,10 @@ class Architecture:
         for name in ("head_dim", "num_key_value_heads"):
             if model_type == "qwen3" and raw.get(name) is None:  # its own defaults are 128 and 32, whatever the other sizes
                 raise ConfigError(f"{path}: {name!r} is missing: a Qwen3's does not follow from its other sizes")
-        dtype = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16")
+        dtype = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in DTYPES:
             raise ConfigError(f"{path}: torch_dtype = {dtype!r}: the engine supports {', '.join(DTYPES)}")
+        spec = read_config(path)
         if spec.head_dim % 2 or not 16 <= spec.head_dim <= MAX_HEAD_DIM:
             raise ConfigError(f"{path}: head_dim = {spec.head_dim}: must be even, 16 to {MAX_HEAD_DIM}")
         # transformers 5 writes rope_parameters; before, rope_theta stood alone and rope_scaling held the rest.

@@ -208,7 +208,7 @@ def test_models_and_weights_that_cannot_run_are_refused(trace, model, tmp_path, 
     other.parent.mkdir()
     other.write_text(json.dumps({**config, "model_type": "gpt2"}))
     assert run(*replay_args(trace, other, tmp_path / "out")) == 2
-    assert "other/config.json: an MLP without a gate: read, but not priced by any device yet" in one_line(capsys)
+    assert "other/config.json: model_type = 'gpt2': the engine runs llama and qwen3 (dense)" in one_line(capsys)
     args = [a for a in replay_args(trace, model, tmp_path / "out") if a not in ("--model", model)]
     assert run(*args, "--weights", model.parent) == 2
     assert "holds neither model.safetensors" in one_line(capsys)

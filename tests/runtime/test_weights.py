@@ -72,7 +72,7 @@ def test_rope_tables_by_hand():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "mixtral"}, "model_type = 'mixtral': the engine runs llama and qwen3"),
-    ({"model_type": ...}, "model_type = None"),
+    ({"model_type": ...}, "'model_type' is missing|model_type = None"),
     ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}, "model_type = 'qwen3_moe'"),
     ({"attention_bias": True}, "attention_bias = True: the engine supports False only"),
     ({"mlp_bias": True}, "mlp_bias = True"),
