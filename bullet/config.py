@@ -27,6 +27,12 @@ KV_BLOCK_TOKENS = 16
 """Tokens in a KV block: vLLM's default block size."""
 
 
+TRACE_FORMATS = ("auto", "csv", "jsonl", "parquet", "azure", "bailian", "mooncake", "burstgpt", "splitwise", "blis", "vidur",
+                 "llmservingsim", "run", "sharegpt", "bench")
+"""Names of bullet/workload/formats, and files with a row a request under any names."""
+_TIME = r"[0-9]+(\.[0-9]+)?(ns|us|ms|s|min|h)"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadConfig:
     """Which requests arrive when.
@@ -36,6 +42,12 @@ class WorkloadConfig:
     (seeded); otherwise rows are taken in order. Lengths are never clipped: what does not fit is
     rejected by name and counted. ``num_requests = None``: as many as the trace has, which is also what
     :func:`load_run_config` takes for recorded arrivals if nobody gives a number.
+
+    Of a trace file: ``format`` (one of ``TRACE_FORMATS``), the columns to read (``prompt_column`` may add several up: ``a+b``),
+    the unit of its times (``None``: as the file states it, and asked about where it states none), the ``window`` of it that is
+    used (bullet/workload/cuts.py: rows ``151:300`` or times ``10min:20min``), whether failed requests are left out (``None``: a
+    file that has any is refused), and the ``tokenizer`` that counts where it holds text. ``warmup``: the start of the run that
+    its statistics leave out, requests (``100``) or time (``30s``).
     """
 
     trace: str = "azure-code"
@@ -49,7 +61,11 @@ class WorkloadConfig:
     arrival_column: str | None = None
     prompt_column: str | None = None
     output_column: str | None = None
-    arrival_unit: str = "s"
+    arrival_unit: str | None = None
+    window: str | None = None
+    warmup: str | None = None
+    skip_failed: bool | None = None
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         require(self.arrivals in ("recorded", "poisson", "constant", "gamma"), "workload.arrivals", self.arrivals,
@@ -63,10 +79,13 @@ class WorkloadConfig:
         require(math.isfinite(self.cv) and self.cv > 0, "workload.cv", self.cv, "positive")
         require(self.num_requests is None or self.num_requests > 0, "workload.num_requests (--num-requests)",
                 self.num_requests, "a positive whole number")
-        require(self.format in ("auto", "azure", "csv", "jsonl"), "workload.format", self.format,
-                "auto, azure, csv or jsonl")
-        require(self.arrival_unit in ("s", "ms", "us", "ns"), "workload.arrival_unit", self.arrival_unit,
+        require(self.format in TRACE_FORMATS, "workload.format (--format)", self.format, "one of " + ", ".join(TRACE_FORMATS))
+        require(self.arrival_unit in (None, "s", "ms", "us", "ns"), "workload.arrival_unit", self.arrival_unit,
                 "s, ms, us or ns")
+        require(self.window is None or re.fullmatch(rf"(?!\s*:\s*$)([0-9]*:[0-9]*|({_TIME})?:({_TIME})?)", self.window) is not None,
+                "workload.window (--window)", self.window, "FROM:TO, rows (151:300) or times with their unit (10min:20min)")
+        require(self.warmup is None or re.fullmatch(rf"[0-9]+|{_TIME}", self.warmup) is not None, "workload.warmup (--warmup)",
+                self.warmup, "a number of requests (100) or a time with its unit (30s)")
 
 
 # Table 4: normalised TTFT per prompt token, TPOT. Traces not in the table take ShareGPT's TPOT and the looser TTFT.

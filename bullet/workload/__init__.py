@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.config import WorkloadConfig
+from bullet.config import KV_BLOCK_TOKENS, WorkloadConfig
 from bullet.errors import ConfigError, TraceError
 from bullet.workload.arrivals import draw_arrivals, recorded_arrivals, stream
 from bullet.workload.builtin import BUILTIN, Builtin, load_builtin
-from bullet.workload.readers import Table, read_trace
+from bullet.workload.cuts import Window, counted_from
+from bullet.workload.read import read_trace
+from bullet.workload.table import BlockIds, Reading, Table, shared_prefixes
 
-__all__ = ["BUILTIN", "Builtin", "Description", "Workload", "describe", "load_builtin", "load_workload", "read_trace",
-           "stream"]
+__all__ = ["BUILTIN", "Builtin", "Description", "Reading", "Workload", "describe", "describe_table", "load_builtin",
+           "load_trace", "load_workload", "read_trace", "resolved", "stream"]
 
 MOST_REQUESTS = 10**8
 """Three arrays of that length take 2.4 GB; a larger count is a slip of the hand."""
-FILE_OPTIONS = ("format", "arrival_column", "prompt_column", "output_column", "arrival_unit")
+FILE_OPTIONS = ("format", "arrival_column", "prompt_column", "output_column", "arrival_unit", "skip_failed", "tokenizer")
 
 
 class Description(NamedTuple):
@@ -46,7 +49,7 @@ class Workload:
     ``arrival_s``: float64 (n,), never decreasing; ``prompt_tokens``, ``output_tokens``: int64 (n,). ``source``: where
     the lengths are from, one line. ``mean_prompt_tokens``: over the whole trace, not this sample (the ``mean_length``
     reading of the TTFT objective). ``shared_prefix``: which prompts begin with the same full KV blocks as another's
-    (request -> (that one, blocks)); read where a policy shares prefixes.
+    (request -> (that one, blocks)); read where a policy shares prefixes. ``reading``: how the trace was read.
     """
 
     name: str
@@ -56,13 +59,14 @@ class Workload:
     output_tokens: NDArray[np.int64]
     mean_prompt_tokens: float
     shared_prefix: Mapping[int, tuple[int, int]] | None = None
+    reading: Reading | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def describe(self) -> Description:
         """Statistics of these requests (not of the whole trace)."""
-        return _describe(Table(self.arrival_s, self.prompt_tokens, self.output_tokens))
+        return describe_table(Table(self.arrival_s, self.prompt_tokens, self.output_tokens))
 
 
 def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Workload:
@@ -76,7 +80,7 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
     Raises :class:`TraceError` for a trace that is unknown, unreadable or too short, :class:`ConfigError` for options
     that do not go together. The arrays are read-only: a comparison hands the same ones to every policy.
     """
-    table, source = _table(config)
+    table, source = load_trace(config)
     rows = len(table.prompt_tokens)
     count = rows if config.num_requests is None else config.num_requests
     if count > MOST_REQUESTS:
@@ -87,6 +91,8 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
                          "--num-requests): ask for fewer, or let lengths repeat with --arrivals poisson and "
                          "workload.sample = true")
     if recorded:
+        if table.arrival_s is None and table.reading is not None and table.reading.question:
+            raise TraceError(table.reading.question)
         arrival_s = recorded_arrivals(table.arrival_s, config)[:count]
     else:
         arrival_s = draw_arrivals(config, count, seed, replica)
@@ -94,8 +100,12 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
         pick = np.arange(count)
     else:
         pick = stream(seed, "lengths", replica).integers(0, rows, count)
+    in_order = recorded or not config.sample
     workload = Workload(config.trace, source, arrival_s, table.prompt_tokens[pick], table.output_tokens[pick],
-                        float(table.prompt_tokens.mean()))
+                        float(table.prompt_tokens.mean()), _shared(table, count) if in_order else None, table.reading)
+    if not counted_from(config.warmup, np.arange(count), arrival_s).any():
+        raise ConfigError(f"workload.warmup (--warmup) = {config.warmup!r}: leaves none of the {count} requests, which arrive within "
+                          f"{arrival_s[-1] - arrival_s[0]:.6g} s: must be less")
     for array in (workload.arrival_s, workload.prompt_tokens, workload.output_tokens):
         array.flags.writeable = False
     return workload
@@ -103,24 +113,53 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
 
 def describe(name: str) -> Description:
     """Statistics of a built-in trace as recorded; :class:`TraceError` if there is none of that name."""
-    return _describe(load_builtin(name))
+    return describe_table(load_builtin(name))
 
 
-def _table(config: WorkloadConfig) -> tuple[Table, str]:
-    """The trace and its source."""
+def resolved(config: WorkloadConfig, workload: Workload) -> WorkloadConfig:
+    """The configuration with what ``None`` stood for, so that the stored one is whole: how many requests, and the unit in which
+    the trace's times were read (``s`` where it has none, or states it as dates do)."""
+    unit = workload.reading.unit_key if workload.reading is not None else None
+    return dataclasses.replace(config, num_requests=len(workload), arrival_unit=unit or "s")
+
+
+def load_trace(config: WorkloadConfig, *, inspecting: bool = False) -> tuple[Table, str]:
+    """The trace that a configuration names, the part in its window, and one line that says where it is from."""
     name = config.trace
     if name in BUILTIN:
         default = WorkloadConfig()
-        option = next((o for o in FILE_OPTIONS if getattr(config, o) != getattr(default, o)), None)
+        # A stored configuration has arrival_unit = "s", which is what they are in.
+        option = next((o for o in FILE_OPTIONS if getattr(config, o) not in (getattr(default, o), "s" * (o == "arrival_unit"))), None)
         if option is not None:
             raise ConfigError(f"workload.{option} = {getattr(config, option)!r}: is for trace files, {name} is "
                               f"built in (a file of that name: ./{name})")
-        return load_builtin(name), BUILTIN[name].source
+        return _cut(load_builtin(name), config), BUILTIN[name].source
     # What looks like a path is one, so that a mistyped file name is called missing and not an unknown trace.
     if name and ("/" in name or "." in name or _exists(name)):
-        return read_trace(config), name
+        return read_trace(config, inspecting=inspecting), name
     raise TraceError(f"unknown trace {name!r}: choose one of {', '.join(BUILTIN)}, or give a path to a .csv or .jsonl "
                      "file")
+
+
+def _cut(table: Table, config: WorkloadConfig) -> Table:
+    """A built-in trace's window, and what there is to say of its reading."""
+    columns = "prompt, output" + (", arrival" if table.arrival_s is not None else "")
+    reading = Reading("built in", columns, "s" if table.arrival_s is not None else None, len(table.prompt_tokens))
+    if config.window is None:
+        return table._replace(reading=reading)
+    keep, words = Window.parse(config.window).of(len(table.prompt_tokens), table.arrival_s, config.trace)
+    arrival_s = table.arrival_s
+    return Table(None if arrival_s is None else arrival_s[keep] - arrival_s[keep][0], table.prompt_tokens[keep],
+                 table.output_tokens[keep], dataclasses.replace(reading, window=words))
+
+
+def _shared(table: Table, count: int) -> dict[int, tuple[int, int]] | None:
+    """Shared prefixes of the first ``count`` rows by their block ids."""
+    if table.blocks is None:
+        return None
+    end = int(table.blocks.ends[count - 1])
+    return shared_prefixes(BlockIds(table.blocks.ids[:end], table.blocks.ends[:count], table.blocks.block_tokens),
+                           table.prompt_tokens, KV_BLOCK_TOKENS)
 
 
 def _exists(name: str) -> bool:
@@ -130,7 +169,7 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _describe(table: Table) -> Description:
+def describe_table(table: Table) -> Description:
     def tokens(values: NDArray[np.int64]) -> tuple[float, float, float, int]:
         p50, p90 = np.percentile(values, (50, 90))
         return float(values.mean()), float(p50), float(p90), int(values.max())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bullet.errors import TraceError
-from bullet.workload.readers import Table
+from bullet.workload.table import Table
 
 
 class Builtin(NamedTuple):

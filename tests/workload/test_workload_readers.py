@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from bullet.config import WorkloadConfig
 from bullet.errors import TraceError
-from bullet.workload.readers import Table, read_trace
+from bullet.workload.read import read_trace
+from bullet.workload.table import Table
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -81,7 +82,6 @@ def test_dates(tmp_path: Path, a: str, b: str) -> None:
 @pytest.mark.parametrize(("columns", "scale"), [
     ("num_prefill_tokens,num_decode_tokens,arrived_at", 1),  # Vidur
     ("input_toks,output_toks,arrival_time_ns", 10**9),  # LLMServingSim
-    ("Request tokens,Response tokens,Timestamp", 1),  # BurstGPT
     ("prompt_tokens,output_tokens,arrival_ms", 1000),
 ])
 def test_known_columns(tmp_path: Path, columns: str, scale: int) -> None:
@@ -103,12 +103,19 @@ def test_configured_columns_and_unit(tmp_path: Path) -> None:
     assert table.arrival_s.tolist() == [0.0, 3.053]  # type: ignore[union-attr]
     assert table.output_tokens.tolist() == [52, 26]
     path = write(tmp_path, "arrival_s,due,prompt_tokens,output_tokens\n0,10,1,1\n1,30,1,1\n")
-    assert read(path, arrival_column="due").arrival_s.tolist() == [0.0, 20.0]  # type: ignore[union-attr]
+    table = read(path, arrival_column="due", arrival_unit="s")
+    assert table.arrival_s.tolist() == [0.0, 20.0]  # type: ignore[union-attr]
 
 
-def test_first_of_equal_names(tmp_path: Path) -> None:
-    table = read(write(tmp_path, "input_len,Prompt_Tokens,prompt tokens,output_len\n1,2,3,4\n"))
-    assert table.prompt_tokens.tolist() == [2]
+def test_equal_columns_are_one_and_others_are_asked_about(tmp_path: Path) -> None:
+    table = read(write(tmp_path, "input_len,Prompt_Tokens,prompt tokens,output_len\n2,2,2,4\n3,3,3,4\n"))
+    assert table.prompt_tokens.tolist() == [2, 3]
+    path = write(tmp_path, "input_len,prompt_tokens,output_len\n2,2,4\n1,3,4\n")
+    assert refusal(path) == (":3: prompt_tokens = '3' beside input_len = '1': which are the whole prompt's tokens? "
+                             "--set workload.prompt_column=input_len, or =prompt_tokens")
+    assert read(path, prompt_column="input_len").prompt_tokens.tolist() == [2, 1]
+    path = write(tmp_path, "input_len,output_len,completion_tokens\n2,4,5\n")
+    assert "which is the whole output? workload.output_column=output_len or =completion_tokens" in refusal(path)
 
 
 def test_no_times(tmp_path: Path) -> None:
@@ -310,14 +317,14 @@ def test_units_that_cannot_be(tmp_path: Path) -> None:
         return write(tmp_path, "arrival,input_len,output_len\n" + "".join(f"{t},1,1\n" for t in times))
 
     epoch_ms = [1_700_000_000_000 + 100 * i for i in range(20)]
-    assert "after the year 5000" in refusal(trace(epoch_ms))
+    assert "after the year 5000" in refusal(trace(epoch_ms), arrival_unit="s")
     read(trace(epoch_ms), arrival_unit="ms")
     assert "over 100,000 a second" in refusal(trace(epoch_ms), arrival_unit="ns")
-    assert "more than a year" in refusal(trace([0, 10**8]))  # nanoseconds taken as seconds
-    assert ":4: " in refusal(trace([0, 2 * 10**7, 4 * 10**7]))  # and so little by little
+    assert "more than a year" in refusal(trace([0, 10**8]), arrival_unit="s")  # nanoseconds taken as seconds
+    assert ":4: " in refusal(trace([0, 2 * 10**7, 4 * 10**7]), arrival_unit="s")  # and so little by little
     # From epoch back to relative is a decrease too, but the reason is the mixture.
-    assert "epoch and relative times are mixed" in refusal(trace([1_700_000_000, 5]))
-    read(trace([0] * 20))  # all at once is a workload
+    assert "epoch and relative times are mixed" in refusal(trace([1_700_000_000, 5]), arrival_unit="s")
+    read(trace([0] * 20), arrival_unit="s")  # all at once is a workload
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
