@@ -26,7 +26,8 @@ from bullet.results import folder as folders
 from bullet.results import metrics, page, plots, tables
 from bullet.results.columns import RequestTable, RunOutcome, StepTable, Table
 from bullet.signals import Watch, unwatched
-from bullet.workload import Workload, load_workload
+from bullet.workload import Workload, load_workload, resolved
+from bullet.workload.report import run_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,19 +143,20 @@ def _dotted(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def simulate(config: Config, *, out: str | Path | None = None, report: bool = True, watch: Watch = unwatched) -> Run:
+def simulate(config: Config, *, out: str | Path | None = None, report: bool = True, watch: Watch = unwatched,
+             say: Callable[[str], None] | None = None) -> Run:
     """Simulate one run: ``simulate({"policy.name": "bullet", "workload.trace": "azure-code", "workload.rate_req_per_s": 5})``.
 
     ``out``: a fresh folder to keep it in, as ``bullet-sim run`` does, with plots and a page unless ``report`` is false; without
-    one nothing is written. Whatever stops it, the rows in a folder are kept. A :class:`~bullet.errors.BulletError` says in one
-    line what is wrong, before anything is written.
+    one nothing is written. ``say`` is told what was read of the trace, before the run. Whatever stops it, the rows in a folder
+    are kept. A :class:`~bullet.errors.BulletError` says in one line what is wrong, before anything is written.
     """
-    (resolved,), workload, device = prepare([configuration(config)])
-    return _simulate(resolved, workload, device, None if out is None else Path(out), report, watch)[0]
+    (whole,), workload, device = prepare([configuration(config)], say)
+    return _simulate(whole, workload, device, None if out is None else Path(out), report, watch)[0]
 
 
 def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | None = None, report: bool = True,
-            watch: Watch = unwatched) -> list[Run]:
+            watch: Watch = unwatched, say: Callable[[str], None] | None = None) -> list[Run]:
     """The same requests under each of ``policies`` (names, or "A,B,.."), one run each, in order; otherwise as :func:`simulate`.
 
     An option goes to the policies that have it; one that none has is refused. ``out``: a folder with one a run in it and the
@@ -167,7 +169,7 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
         raise ConfigError(f"--policies {given!r}: must name each policy once, separated by commas")
     base = configuration(config)
     configs, workload, device = prepare([
-        dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies])
+        dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies], say)
     if out is None:
         return [_simulate(one, workload, device, None, report, watch)[0] for one in configs]
     folder = Path(out)
@@ -223,21 +225,25 @@ def _simulate(config: RunConfig, workload: Workload, device: Device, folder: Pat
     return Run(outcome.config, {"complete": True, **summary}, folder, outcome.requests, outcome.steps), outcome, summary
 
 
-def prepare(configs: Sequence[RunConfig]) -> tuple[list[RunConfig], Workload, Device]:
-    """Everything that can be wrong, found before anything is written. ``configs`` differ in their policies alone."""
+def prepare(configs: Sequence[RunConfig],
+            say: Callable[[str], None] | None = None) -> tuple[list[RunConfig], Workload, Device]:
+    """Everything that can be wrong, found before anything is written. ``configs`` differ in their policies alone; ``say`` is told
+    what was read."""
     from bullet.sim.run import simulate as run_simulation
 
     for config in configs:
         known_policies.check_name(config.policy.name)
     workload = load_workload(configs[0].workload, configs[0].seed)
-    # The count that None stands for, so that the stored configuration is whole.
-    configs = [dataclasses.replace(c, workload=dataclasses.replace(c.workload, num_requests=len(workload))) for c in configs]
+    configs = [dataclasses.replace(c, workload=resolved(c.workload, workload)) for c in configs]
     device = load_device(configs[0].device)
     # A wrong option shows when the policy is built: try all of them on no request before the first of several long runs.
     nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
-                                  output_tokens=workload.output_tokens[:0])
+                                  output_tokens=workload.output_tokens[:0], shared_prefix=None)
     if len(configs) > 1:
         configs = share_options(configs, lambda config: run_simulation(config, workload=nothing, device=device))
+    if say is not None:
+        shares = any(config.policy.options.get("prefix_cache") for config in configs)
+        say("\n".join(run_lines(workload, configs[0].workload, shares_prefixes=shares)) + "\n")
     return list(configs), workload, device
 
 

@@ -52,16 +52,32 @@ def whole(text: str) -> int:
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say which requests come when; `bullet-run` has the same."""
-    parser.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a .csv or .jsonl file, or .gz")
+    parser.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a file: CSV, JSONL, Parquet; .gz, "
+                        ".zst, .xz, .bz2")
     parser.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
     parser.add_argument("--rate", type=number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
     parser.add_argument("--time-scale", type=number, metavar="X", help="recorded arrivals X times as fast")
     parser.add_argument("--cv", type=number, metavar="CV", help="coefficient of variation of gamma arrivals")
     parser.add_argument("--num-requests", type=whole, metavar="N", help="default 1000; with recorded arrivals, all")
+    add_trace_arguments(parser)
+    parser.add_argument("--warmup", metavar="N|TIME", help="leave the first N requests, or those of the first 30s, out of the "
+                        "statistics")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how a trace is read; `bullet-sim inspect` has the same."""
+    parser.add_argument("--format", metavar="NAME", help="of a trace file: auto (default), csv, jsonl, parquet, azure, mooncake, "
+                        "bailian, burstgpt, splitwise, blis, vidur, llmservingsim, run, sharegpt, bench")
+    parser.add_argument("--window", metavar="FROM:TO", help="part of the trace: rows (151:300) or times (10min:20min)")
+    parser.add_argument("--skip-failed", action="store_const", const=True, help="leave failed requests of a trace out, and count "
+                        "them")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json that counts ShareGPT's texts")
 
 
 FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "workload.rate_req_per_s",
          "time_scale": "workload.time_scale", "cv": "workload.cv", "num_requests": "workload.num_requests",
+         "format": "workload.format", "window": "workload.window", "warmup": "workload.warmup",
+         "skip_failed": "workload.skip_failed", "tokenizer": "workload.tokenizer",
          "model": "device.model", "gpu": "device.gpu", "device_model": "device.timing", "estimator": "policy.estimator",
          "seed": "seed", "policy": "policy.name"}
 

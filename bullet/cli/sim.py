@@ -19,6 +19,7 @@ from bullet.cli.common import (
     watched,
     whole,
 )
+from bullet.cli.inspect import add_inspect
 from bullet.files import fresh_folder, safe_name
 
 EXAMPLES = """examples:
@@ -47,7 +48,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
     parser = Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
-    commands = parser.add_subparsers(dest="command", metavar="run | compare | validate | list", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="run | compare | inspect | validate | list", required=True)
     common = Parser(add_help=False)
     add_workload_arguments(common)
     common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
@@ -86,9 +87,15 @@ def _sim_parser() -> argparse.ArgumentParser:
     check.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
     check.add_argument("--quiet", action="store_true", help="no progress bar")
     check.set_defaults(handler=_validate)
+    add_inspect(commands)
     listing = commands.add_parser("list", help="what is built in", description="Show what is built in.")
     listing.set_defaults(handler=_list)
     return parser
+
+
+def say(text: str) -> None:
+    """At once, so that it stands above the progress bar."""
+    print(text, flush=True)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -97,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     config = build_config(args)
     refuse_idle(args, [config.policy.name], "estimator")
     folder = fresh_folder(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
-    print(api.simulate(config, out=folder, report=not args.no_report, watch=watched(args)).table())
+    print(api.simulate(config, out=folder, report=not args.no_report, watch=watched(args), say=say).table())
     print_paths(folder, args, RUN_FILES)
     return 0
 
@@ -108,7 +115,7 @@ def _compare(args: argparse.Namespace) -> int:
     config, names = build_config(args), api.split_names(args.policies)
     refuse_idle(args, names, "estimator")
     folder = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
-    print(api.table(api.compare(config, args.policies, out=folder, report=not args.no_report, watch=watched(args))))
+    print(api.table(api.compare(config, args.policies, out=folder, report=not args.no_report, watch=watched(args), say=say)))
     print_paths(folder, args, "comparison.txt, comparison.csv, comparison.json", *(f"{safe_name(name)}/" for name in names))
     return 0
 

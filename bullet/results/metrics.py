@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.results.columns import RequestTable, RunOutcome
+from bullet.results.columns import RequestTable, RunOutcome, StepTable
+from bullet.workload.cuts import counted_from
 
 Array = NDArray[np.float64]
 READINGS = ("per_request", "mean_length")
@@ -100,8 +101,16 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
 
     Names, units (ms, per second) and percentiles (linear, as ``np.percentile``) are those of the serving benchmarks of
     vLLM and SGLang where they have the figure. Equal outcomes give equal dictionaries, in equal order.
+
+    With ``workload.warmup`` the requests of the start are left out of everything that is counted of requests, and the steps that
+    began before the first of the others arrived of what is counted of steps; gaps between tokens are not kept by request, so
+    their figures are ``None``. SM shares and KV figures are of the whole run.
     """
-    requests, steps = outcome.requests, outcome.steps
+    requests, steps, gaps_s, counts = outcome.requests, outcome.steps, outcome.itl_s, outcome.itl_counts
+    warmup = outcome.config.workload.warmup
+    if warmup is not None:
+        requests, steps = after_warmup(requests, steps, warmup)
+        gaps_s, counts = gaps_s[:0], counts[:0]
     status = requests["status"]
     done = status == "finished"
     offered, finished = len(requests), int(done.sum())
@@ -117,7 +126,6 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     tokens_in, tokens_out = int(requests["prompt_tokens"][done].sum()), int(requests["output_tokens"][done].sum())
     normalised = e2e_s(requests) / np.maximum(1, requests["output_tokens"][done])
     waits = (requests["admitted_s"] - requests["arrival_s"])[done]
-    counts = outcome.itl_counts
     decode = (steps["end_s"] - steps["start_s"])[steps["decode_seqs"] > 0]
     predicted = ~np.isnan(steps["predicted_s"])
     error = np.abs(steps["predicted_s"][predicted] / steps["actual_s"][predicted] - 1)
@@ -139,11 +147,11 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "total_output_tokens": tokens_out,
         **_statistics("ttft", ttft_s(requests)), **_statistics("tpot", tpot_s(requests)), **_statistics("e2el", e2e_s(requests)),
         **_statistics("queue", waits), **_statistics("normalized_latency", normalised),
-        "mean_itl_ms": float((outcome.itl_s * counts).sum() / counts.sum() * 1e3) if counts.sum() else None,
-        "max_itl_ms": float(outcome.itl_s.max() * 1e3) if len(counts) else None,
+        "mean_itl_ms": float((gaps_s * counts).sum() / counts.sum() * 1e3) if counts.sum() else None,
+        "max_itl_ms": float(gaps_s.max() * 1e3) if len(counts) else None,
     }
     for percent in PERCENTILES:
-        value = weighted_percentile(outcome.itl_s, counts, percent)
+        value = weighted_percentile(gaps_s, counts, percent)
         summary["median_itl_ms" if percent == 50 else f"p{percent}_itl_ms"] = None if value is None else value * 1e3
     for reading in READINGS:
         met = attained(requests, reading, outcome.tpot_slo_s)
@@ -158,7 +166,18 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "kv_blocks": outcome.kv_blocks, "kv_peak_blocks": outcome.device.get("kv_peak_blocks"),
         "num_sms": outcome.num_sms, "span_s": outcome.span_s,
     }
+    if warmup is not None:
+        summary |= {"warmup": warmup, "warmup_requests": len(outcome.requests) - offered}
     return summary
+
+
+def after_warmup(requests: RequestTable, steps: StepTable, warmup: str) -> tuple[RequestTable, StepTable]:
+    """The requests after the warm-up (bullet/workload/cuts.py), and the steps from the first one's arrival on."""
+    counted = counted_from(warmup, requests["id"], requests["arrival_s"])
+    kept = RequestTable({name: column[counted] for name, column in requests.data.items()})
+    start_s = float(kept["arrival_s"].min()) if len(kept) else np.inf
+    later = steps["start_s"] >= start_s
+    return kept, StepTable({name: column[later] for name, column in steps.data.items()})
 
 
 def timing(outcome: RunOutcome, wall_s: float) -> dict[str, Any]:

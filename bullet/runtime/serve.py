@@ -36,7 +36,8 @@ from bullet.runtime.driver import Replay
 from bullet.runtime.record import RecordWriter
 from bullet.signals import Say, Watch, silent, unwatched
 from bullet.state import SplitTable
-from bullet.workload import Workload, load_workload
+from bullet.workload import Workload, load_workload, resolved
+from bullet.workload.report import run_lines
 
 CPU_TOKENS, GPU_TOKENS = 448, 8704
 """Longest sequence of the step times, unless another is asked for."""
@@ -144,8 +145,9 @@ def replay(config: RunConfig, engine: Engine, folder: Path, *, steps: Path | Non
         raise ConfigError(f"{steps}: step times of {profile.model}, the model is {model.name}: measure its own with "
                           "bullet-run steps")
     config = dataclasses.replace(
-        config, workload=dataclasses.replace(config.workload, num_requests=len(workload)),
+        config, workload=resolved(config.workload, workload),
         slo=resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens))
+    engine.say("\n".join(run_lines(workload, config.workload)) + "\n")
     if record is not None:
         check_record(record, folder)
     # On a CPU at least what step times need.

@@ -118,9 +118,9 @@ def describe(name: str) -> Description:
 
 def resolved(config: WorkloadConfig, workload: Workload) -> WorkloadConfig:
     """The configuration with what ``None`` stood for, so that the stored one is whole: how many requests, and the unit in which
-    the trace's times were read (``s`` where it has none, or states it as dates do)."""
-    unit = workload.reading.unit_key if workload.reading is not None else None
-    return dataclasses.replace(config, num_requests=len(workload), arrival_unit=unit or "s")
+    the trace's times were read (``s`` where it has none, or dates)."""
+    unit = config.arrival_unit if workload.reading is None else workload.reading.arrival_unit
+    return dataclasses.replace(config, num_requests=len(workload), arrival_unit=unit)
 
 
 def load_trace(config: WorkloadConfig, *, inspecting: bool = False) -> tuple[Table, str]:

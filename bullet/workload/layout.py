@@ -49,7 +49,7 @@ class Layout:
     ``unit``: of a numeric ``arrival`` column, ``None`` where nothing states it; ``unit_from`` says what does. ``prefixes`` must
     be 0, ``same_prompt`` and ``same_output`` equal to what is read, ``totals`` their sum and ``clocks`` (name, unit) tell the
     same times: else a file contradicts itself, and is asked about. ``ones`` must be 1. ``ids``: block ids of the prompt,
-    ``block_tokens`` long (``None``: found by the lengths). ``order``: rows may stand in any order, and are put in that of their
+    ``block_tokens`` long (``None``: found by the lengths). ``whole``: the format says what every column is, no other has a say. ``order``: rows may stand in any order, and are put in that of their
     arrival, then of this column; ``hint``: what else to say when the unit is asked about.
     """
 
@@ -69,6 +69,7 @@ class Layout:
     ids: str | None = None
     block_tokens: int | None = None
     ones: tuple[str, ...] = ()
+    whole: bool = False
     order: str | None = None
     hint: str = ""
 
@@ -101,24 +102,27 @@ def unit_in(name: str) -> str | None:
 def generic(where: str, header: Sequence[str], config: WorkloadConfig, name: str) -> Layout:
     """By known names, whoever wrote the file."""
     known = by_plain_name(header)
-    found = {what: [column for column in header if plain(column) in names]
-             for what, names in (("prompt", PROMPT_NAMES), ("output", OUTPUT_NAMES), ("clock", ARRIVAL_NAMES))}
 
     def first(names: Sequence[str]) -> str | None:
         return next((known[n] for n in names if n in known), None)
 
-    def others(what: str, chosen: str | None) -> tuple[str, ...]:
-        return tuple(column for column in found[what] if column != chosen)
-
     prompt, output, arrival = first(PROMPT_NAMES), first(OUTPUT_NAMES), first(ARRIVAL_NAMES)
-    layout = Layout(
-        name, (prompt,) if prompt else (), output or "", arrival, unit_in(arrival) if arrival else None, "its name",
-        status=tuple(known[n] for n in STATUS_NAMES if n in known),
-        prefixes=tuple(known[n] for n in PREFIX_NAMES if n in known),
-        same_prompt=(*others("prompt", prompt), *(known[n] for n in ENGINE_NAMES if n in known)),
-        same_output=others("output", output), totals=tuple(known[n] for n in TOTAL_NAMES if n in known),
-        clocks=tuple((c, unit_in(c)) for c in others("clock", arrival)), ids=first(ID_NAMES))
-    return as_configured(where, header, layout, config)
+    layout = Layout(name, (prompt,) if prompt else (), output or "", arrival, unit_in(arrival) if arrival else None, "its name",
+                    ids=first(ID_NAMES))
+    return as_configured(where, header, _beside(header, layout), config)
+
+
+def _beside(header: Sequence[str], layout: Layout) -> Layout:
+    """The layout with the other columns that have a say: they must agree with those that are read."""
+    read = set(layout.columns())
+
+    def others(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(column for column in header if plain(column) in names and column not in read)
+
+    return dataclasses.replace(
+        layout, status=layout.status or others(STATUS_NAMES), prefixes=others(PREFIX_NAMES),
+        same_prompt=others((*PROMPT_NAMES, *ENGINE_NAMES)), same_output=others(OUTPUT_NAMES),
+        totals=layout.totals or others(TOTAL_NAMES), clocks=tuple((c, unit_in(c)) for c in others(ARRIVAL_NAMES)))
 
 
 def as_configured(where: str, header: Sequence[str], layout: Layout, config: WorkloadConfig) -> Layout:
@@ -189,11 +193,8 @@ def published(where: str, header: Sequence[str], config: WorkloadConfig, layout:
     def all_own(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(known[name] for name in names if name in known)
 
-    output = own(layout.output)
-    assert output is not None, layout.output
     layout = dataclasses.replace(
-        layout, prompt=all_own(layout.prompt), output=output, arrival=own(layout.arrival), engine=own(layout.engine),
-        status=all_own(layout.status), prefixes=all_own(layout.prefixes), same_prompt=all_own(layout.same_prompt),
-        same_output=all_own(layout.same_output), totals=all_own(layout.totals), ids=own(layout.ids),
-        ones=all_own(layout.ones), order=own(layout.order))
-    return as_configured(where, header, layout, config)
+        layout, prompt=all_own(layout.prompt), output=known[layout.output], arrival=own(layout.arrival), ids=own(layout.ids),
+        engine=own(layout.engine), order=own(layout.order), status=all_own(layout.status), totals=all_own(layout.totals),
+        ones=all_own(layout.ones))
+    return as_configured(where, header, layout if layout.whole else _beside(header, layout), config)

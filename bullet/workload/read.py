@@ -82,7 +82,7 @@ def _layout(rows: Rows, wanted: Any, config: WorkloadConfig) -> Layout:
                 asked = getattr(module, "UNIT_ASKED", "")
                 layout = dataclasses.replace(module.LAYOUT, unit=None, hint=asked) if asked else module.LAYOUT
                 return published(rows.where, rows.header, config, layout, module.COLUMNS, module.TITLE)
-    return generic(rows.where, rows.header, config, "columns by name")
+    return generic(rows.where, rows.header, config, "by the names of its columns")
 
 
 class _Reader:
@@ -271,8 +271,8 @@ class _Reader:
         blocks = self._blocks(rows, notes)
         ignored = tuple(name for name in self.header if name not in layout.columns())
         first_failed = f"line {min(dropped)[1]}: {min(dropped)[2].removesuffix(HINT_FAILED)}" if dropped else ""
-        reading = Reading(layout.format, self._columns(), unit, self.rows, len(dropped), first_failed, window, ignored,
-                          tuple(notes), question, self.layout.unit or "s")
+        reading = Reading(layout.format if layout.format.startswith("by ") else f"as {layout.format}", self._columns(), unit, self.rows, len(dropped), first_failed, window, ignored,
+                          tuple(notes), question, layout.unit or (None if question and layout.arrival else "s"))
         whole = len(rows) == self.rows and layout.order is None
         if not whole:
             prompt, output = prompt[rows], output[rows]

@@ -29,7 +29,7 @@ class Reading:
 
     ``columns``: what each figure is of. ``unit``: of the times, with what states it; ``None``: no times, ``question`` is then
     what to ask if they are wanted. ``rows``: of the file, before ``window``; ``failed``: left out as failed. ``notes``: whatever
-    else a reader should know.
+    else a reader should know. ``arrival_unit``: what a stored configuration says of the unit, ``None`` where it is unknown.
     """
 
     format: str
@@ -42,7 +42,7 @@ class Reading:
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     question: str = ""
-    unit_key: str = "s"
+    arrival_unit: str | None = "s"
 
 
 class Table(NamedTuple):

@@ -8,4 +8,4 @@ from bullet.workload.layout import Layout
 TITLE = "requests.parquet"
 COLUMNS = {"id": "id", "arrival_s": "arrival_s", "prompt_tokens": "prompt_tokens", "output_tokens": "output_tokens",
            "status": "status", "admitted_s": "admitted_s", "generated_tokens": "generated_tokens"}
-LAYOUT = Layout("run", ("prompt_tokens",), "output_tokens", "arrival_s", "s", "its name", order="id")
+LAYOUT = Layout("run", ("prompt_tokens",), "output_tokens", "arrival_s", "s", "its name", whole=True, order="id")
