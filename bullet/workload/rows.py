@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ BATCH_ROWS = 8192
 BLOCK_CHARACTERS = 2**16
 MOST_ITEM_CHARACTERS = 2**26
 """Of one item of a JSON array."""
+
+_LINE_ENDS = re.compile(r"\r\n|\r|\n")
 
 
 class Batch(NamedTuple):
@@ -106,11 +109,11 @@ def _open_array(path: Path, text: Any) -> Rows:
 
 
 def _open_csv(path: Path, text: Any) -> Rows:
-    records = _csv_records(path, text)
-    first = next(records, None)
-    if first is None:
+    parts = _csv_records(path, text)
+    lines, records = next(parts, ([], []))
+    if not records:
         raise TraceError(f"{path}: empty: must hold a header line and at least one request")
-    line, header = first[0], [cell.strip() for cell in first[1]]
+    line, header = lines[0], [cell.strip() for cell in records[0]]
     doubled = next((name for name in header if header.count(name) > 1), None)
     if doubled is not None:
         raise TraceError(f"{path}:{line}: column {shown(doubled)} stands twice in the header")
@@ -119,48 +122,48 @@ def _open_csv(path: Path, text: Any) -> Rows:
     if all(number(cell) is not None for cell in header):
         raise TraceError(f"{path}:{line}: the first line must name the columns, found numbers ({listed(header)})")
 
-    def whole_rows() -> Iterator[tuple[int, list[str]]]:
-        for line, cells in records:
-            if len(cells) != len(header):
-                raise TraceError(f"{path}:{line}: {len(cells)} cells where the header has {len(header)}")
-            yield line, cells
-
     def batches(columns: Sequence[str]) -> Iterator[Batch]:
-        places = [(name, header.index(name)) for name in columns]
-        return _batched(whole_rows(), lambda rows: {name: [row[i] for row in rows] for name, i in places})
+        places = [header.index(name) for name in columns]
+        for lines, rows in itertools.chain([(lines_after, records[1:])], parts):
+            whole = next((i for i, row in enumerate(rows) if len(row) != len(header)), len(rows))
+            if whole:
+                yield Batch(lines, _columns(columns, places, rows[:whole]))
+            if whole < len(rows):  # what is wrong further up has been told
+                raise TraceError(f"{path}:{lines[whole]}: {len(rows[whole])} cells where the header has {len(header)}")
 
+    lines_after = lines[1:]
     return Rows(f"{path}:{line}", header, batches)
 
 
-def _batched(rows: Iterator[tuple[int, Any]], columns: Callable[[list[Any]], dict[str, Cells]]) -> Iterator[Batch]:
-    lines: list[int] = []
-    held: list[Any] = []
-    try:
-        for line, row in rows:
-            lines.append(line)
-            held.append(row)
-            if len(held) == BATCH_ROWS:
-                yield Batch(lines, columns(held))
-                lines, held = [], []
-    except TraceError:
-        if held:
-            yield Batch(lines, columns(held))  # what is wrong further up is told first
-        raise
-    if held:
-        yield Batch(lines, columns(held))
+def _columns(names: Sequence[str], keys: Sequence[Any], rows: Sequence[Any]) -> dict[str, Cells]:
+    """Columns of rows, by place or by key."""
+    if len(keys) == 1:
+        return {names[0]: [row[keys[0]] for row in rows]}
+    return dict(zip(names, zip(*map(operator.itemgetter(*keys), rows), strict=True), strict=True))
 
 
-def _csv_records(path: Path, text: Any) -> Iterator[tuple[int, list[str]]]:
-    """Records that are not blank, each with the line on which it starts (a quoted cell may hold line ends)."""
+def _csv_records(path: Path, text: Any) -> Iterator[tuple[Sequence[int], list[list[str]]]]:
+    """Records that are not blank, some at a time, each with the line on which it starts (a quoted cell may hold line ends)."""
     reader = csv.reader(text, strict=True)
-    line = 1
-    try:
-        for cells in reader:
-            if cells and (len(cells) > 1 or cells[0].strip()):
-                yield line, cells
-            line = reader.line_num + 1
-    except csv.Error as exc:
-        raise TraceError(f"{path}:{line}: not CSV ({exc})") from None
+    wrong: csv.Error | None = None
+    while wrong is None:
+        line, rows = reader.line_num + 1, []
+        try:
+            rows.extend(itertools.islice(reader, BATCH_ROWS))
+        except csv.Error as exc:
+            wrong = exc
+        if not rows and wrong is None:
+            return
+        starts: Sequence[int] = range(line, line + len(rows) + 1)
+        if wrong is not None or reader.line_num + 1 != starts[-1]:
+            starts = list(itertools.accumulate((1 + sum(len(_LINE_ENDS.findall(cell)) for cell in row) for row in rows),
+                                               initial=line))
+        if not all(rows) or any(len(row) == 1 and not row[0].strip() for row in rows):
+            kept = [i for i, row in enumerate(rows) if row and (len(row) > 1 or row[0].strip())]
+            starts, rows = [*(starts[i] for i in kept), starts[-1]], [rows[i] for i in kept]
+        if rows:
+            yield starts[:-1], rows
+    raise TraceError(f"{path}:{starts[-1]}: not CSV ({wrong})") from None
 
 
 def _open_jsonl(path: Path, text: Any) -> Rows:
@@ -174,23 +177,50 @@ def _of_objects(path: Path, objects: Iterator[tuple[int, dict[str, Any]]], what:
         raise TraceError(f"{path}: empty: must hold at least one request, {what}")
 
     def batches(columns: Sequence[str]) -> Iterator[Batch]:
-        return _batched(itertools.chain([first], objects),
-                        lambda rows: {name: [row.get(name) for row in rows] for name in columns})
+        for lines, rows in _batched(itertools.chain([first], objects)):
+            try:
+                yield Batch(lines, _columns(columns, columns, rows))
+            except KeyError:  # a key that some rows lack
+                yield Batch(lines, {name: [row.get(name) for row in rows] for name in columns})
 
     return Rows(f"{path}:{first[0]}", list(first[1]), batches)
 
 
+def _batched(rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[list[int], list[Any]]]:
+    """Lines and rows, some at a time; those before what is wrong are handed on first."""
+    wrong: TraceError | None = None
+    while wrong is None:
+        held: list[tuple[int, Any]] = []
+        try:
+            held.extend(itertools.islice(rows, BATCH_ROWS))
+        except TraceError as exc:
+            wrong = exc
+        if held:
+            yield [line for line, _ in held], [row for _, row in held]
+        elif wrong is None:
+            return
+    raise wrong
+
+
 def _json_objects(path: Path, text: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     decode = json.JSONDecoder(object_pairs_hook=_object).decode
+    scan = json.JSONDecoder().scan_once  # without what decode does about it, which costs as much again
     for line, content in enumerate(text, start=1):
-        if content.isspace():
-            continue
         try:
-            row = decode(content)
-        except (ValueError, RecursionError) as exc:
-            raise TraceError(f"{path}:{line}: not one JSON object a line ({exc})") from None
-        if not isinstance(row, dict):
-            raise TraceError(f"{path}:{line}: each line must be one JSON object, found {type(row).__name__}")
+            row, end = scan(content, 0)
+            # Every key once: two quotes a key and none elsewhere. Else a closer look.
+            plain = type(row) is dict and content.count('"') == 2 * len(row) and (end == len(content) or content[end:].isspace())
+        except (StopIteration, ValueError, RecursionError):
+            plain = False
+        if not plain:
+            if content.isspace():
+                continue
+            try:
+                row = decode(content)
+            except (ValueError, RecursionError) as exc:
+                raise TraceError(f"{path}:{line}: not one JSON object a line ({exc})") from None
+            if not isinstance(row, dict):
+                raise TraceError(f"{path}:{line}: each line must be one JSON object, found {type(row).__name__}")
         yield line, row
 
 
