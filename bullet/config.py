@@ -82,8 +82,9 @@ class WorkloadConfig:
         require(self.format in TRACE_FORMATS, "workload.format (--format)", self.format, "one of " + ", ".join(TRACE_FORMATS))
         require(self.arrival_unit in (None, "s", "ms", "us", "ns"), "workload.arrival_unit", self.arrival_unit,
                 "s, ms, us or ns")
-        require(self.window is None or re.fullmatch(rf"(?!\s*:\s*$)([0-9]*:[0-9]*|({_TIME})?:({_TIME})?)", self.window) is not None,
-                "workload.window (--window)", self.window, "FROM:TO, rows (151:300) or times with their unit (10min:20min)")
+        rows_or_times = rf"(?!:$)([0-9]*:[0-9]*|({_TIME})?:({_TIME})?)"
+        require(self.window is None or re.fullmatch(rows_or_times, self.window) is not None, "workload.window (--window)",
+                self.window, "FROM:TO, rows (151:300) or times with their unit (10min:20min)")
         require(self.warmup is None or re.fullmatch(rf"[0-9]+|{_TIME}", self.warmup) is not None, "workload.warmup (--warmup)",
                 self.warmup, "a number of requests (100) or a time with its unit (30s)")
 

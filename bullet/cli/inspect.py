@@ -11,8 +11,8 @@ from bullet.cli.common import add_trace_arguments
 def add_inspect(commands: Any) -> None:
     """The sub-command."""
     parser = commands.add_parser("inspect", help="what a trace holds and how it is read",
-                                 description="Say how a trace is read: columns, unit of its times, span, rate, lengths, what is not "
-                                 "read. A million rows take seconds.")
+                                 description="Say how a trace is read: columns, unit of its times, span, rate, lengths, and what "
+                                 "is not read.")
     parser.add_argument("trace", metavar="TRACE", help="a built-in name or a file")
     add_trace_arguments(parser)
     parser.add_argument("--set", action="append", default=[], metavar="workload.a=b", dest="sets",

@@ -93,18 +93,15 @@ def _sim_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def say(text: str) -> None:
-    """At once, so that it stands above the progress bar."""
-    print(text, flush=True)
-
-
 def _run(args: argparse.Namespace) -> int:
     from bullet import api
 
     config = build_config(args)
     refuse_idle(args, [config.policy.name], "estimator")
     folder = fresh_folder(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
-    print(api.simulate(config, out=folder, report=not args.no_report, watch=watched(args), say=say).table())
+    read: list[str] = []
+    table = api.simulate(config, out=folder, report=not args.no_report, watch=watched(args), say=read.append).table()
+    print("\n".join([*read, table]))
     print_paths(folder, args, RUN_FILES)
     return 0
 
@@ -115,7 +112,10 @@ def _compare(args: argparse.Namespace) -> int:
     config, names = build_config(args), api.split_names(args.policies)
     refuse_idle(args, names, "estimator")
     folder = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
-    print(api.table(api.compare(config, args.policies, out=folder, report=not args.no_report, watch=watched(args), say=say)))
+    read: list[str] = []
+    table = api.table(api.compare(config, args.policies, out=folder, report=not args.no_report, watch=watched(args),
+                                  say=read.append))
+    print("\n".join([*read, table]))
     print_paths(folder, args, "comparison.txt, comparison.csv, comparison.json", *(f"{safe_name(name)}/" for name in names))
     return 0
 

@@ -104,8 +104,8 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
     workload = Workload(config.trace, source, arrival_s, table.prompt_tokens[pick], table.output_tokens[pick],
                         float(table.prompt_tokens.mean()), _shared(table, count) if in_order else None, table.reading)
     if not counted_from(config.warmup, np.arange(count), arrival_s).any():
-        raise ConfigError(f"workload.warmup (--warmup) = {config.warmup!r}: leaves none of the {count} requests, which arrive within "
-                          f"{arrival_s[-1] - arrival_s[0]:.6g} s: must be less")
+        raise ConfigError(f"workload.warmup (--warmup) = {config.warmup!r}: leaves none of the {count} requests, which arrive "
+                          f"within {arrival_s[-1] - arrival_s[0]:.6g} s: must be less")
     for array in (workload.arrival_s, workload.prompt_tokens, workload.output_tokens):
         array.flags.writeable = False
     return workload
@@ -129,7 +129,8 @@ def load_trace(config: WorkloadConfig, *, inspecting: bool = False) -> tuple[Tab
     if name in BUILTIN:
         default = WorkloadConfig()
         # A stored configuration has arrival_unit = "s", which is what they are in.
-        option = next((o for o in FILE_OPTIONS if getattr(config, o) not in (getattr(default, o), "s" * (o == "arrival_unit"))), None)
+        option = next((o for o in FILE_OPTIONS if getattr(config, o) != getattr(default, o)
+                       and (o, getattr(config, o)) != ("arrival_unit", "s")), None)
         if option is not None:
             raise ConfigError(f"workload.{option} = {getattr(config, option)!r}: is for trace files, {name} is "
                               f"built in (a file of that name: ./{name})")

@@ -44,8 +44,8 @@ class Window(NamedTuple):
         """Which rows are in it, and the window in words; :class:`TraceError` if none is, or if there are no times to go by."""
         if self.timed:
             if arrival_s is None:
-                raise TraceError(f"{name}: has no times of a known unit for workload.window (--window) = {self.text!r}: give rows "
-                                 "(151:300)")
+                raise TraceError(f"{name}: has no times of a known unit for workload.window (--window) = {self.text!r}: give "
+                                 "rows (151:300)")
             at = arrival_s - arrival_s.min()
             keep = (at >= (self.first or 0.0)) & (at < (np.inf if self.last is None else self.last))
             words, held = f"{self.text}", f"{float(at.max()):.6g} s long"

@@ -32,8 +32,8 @@ TOTAL_NAMES = ("total_tokens", "num_total_tokens")
 STATUS_NAMES = ("status", "success", "error", "errors", "error_message")
 """Columns that tell a failed request."""
 NO_ERROR_WORDS = frozenset({"", "none", "null", "nan", "false", "0", "[]", "{}"})
-GOOD_WORDS = frozenset({"", "none", "ok", "success", "successful", "succeeded", "finished", "completed", "complete", "done", "true",
-                        "1", "200"})
+GOOD_WORDS = frozenset({"", "none", "ok", "success", "successful", "succeeded", "finished", "completed", "complete", "done",
+                        "true", "1", "200"})
 """What such a column may say of a request that was served: nothing of an error, one of these of a status."""
 ID_NAMES = ("hash_ids",)
 
@@ -49,8 +49,9 @@ class Layout:
     ``unit``: of a numeric ``arrival`` column, ``None`` where nothing states it; ``unit_from`` says what does. ``prefixes`` must
     be 0, ``same_prompt`` and ``same_output`` equal to what is read, ``totals`` their sum and ``clocks`` (name, unit) tell the
     same times: else a file contradicts itself, and is asked about. ``ones`` must be 1. ``ids``: block ids of the prompt,
-    ``block_tokens`` long (``None``: found by the lengths). ``whole``: the format says what every column is, no other has a say. ``order``: rows may stand in any order, and are put in that of their
-    arrival, then of this column; ``hint``: what else to say when the unit is asked about.
+    ``block_tokens`` long (``None``: found by the lengths). ``whole``: the format says what every column is, no other has a say.
+    ``order``: rows may stand in any order, and are put in that of their arrival, then of this column. ``hint``: what else to say
+    when the unit is asked about.
     """
 
     format: str

@@ -139,9 +139,9 @@ class _Reader:
             wrong = good & (total != prompt + output)
             if wrong.any():
                 i = int(wrong.argmax())
-                raise TraceError(f"{where(i)}: {name} = {total[i]}, but {'+'.join(layout.prompt)} = {prompt[i]} and {layout.output} "
-                                 f"= {output[i]}: which are the prompt's and the output's tokens? name the columns by "
-                                 "workload.prompt_column and workload.output_column")
+                raise TraceError(f"{where(i)}: {name} = {total[i]}, but {'+'.join(layout.prompt)} = {prompt[i]} and "
+                                 f"{layout.output} = {output[i]}: which are the prompt's and the output's tokens? "
+                                 "name the columns by workload.prompt_column and workload.output_column")
         for name in layout.ones:
             other = tokens(where, name, batch.columns[name])
             if (other != 1).any():
@@ -278,8 +278,9 @@ class _Reader:
         blocks = self._blocks(rows, notes)
         ignored = tuple(name for name in self.header if name not in layout.columns())
         first_failed = f"line {min(dropped)[1]}: {min(dropped)[2].removesuffix(HINT_FAILED)}" if dropped else ""
-        reading = Reading(layout.format if layout.format.startswith("by ") else f"as {layout.format}", self._columns(), unit, self.rows, len(dropped), first_failed, window, ignored,
-                          tuple(notes), question, layout.unit or (None if question and layout.arrival else "s"))
+        reading = Reading(layout.format if layout.format.startswith("by ") else f"as {layout.format}", self._columns(), unit,
+                          self.rows, len(dropped), first_failed, window, ignored, tuple(notes), question,
+                          layout.unit or (None if question and layout.arrival else "s"))
         whole = len(rows) == self.rows and layout.order is None
         if not whole:
             prompt, output = prompt[rows], output[rows]
@@ -305,8 +306,8 @@ class _Reader:
             first, last = clock.shown
             hint = f"; {layout.hint}" if layout.hint else ""
             return None, None, (
-                f"{self.path}: {clock.column} has no unit: its {self.rows:,} times from {first} to {last} span {duration(span)} as "
-                f"seconds, {duration(span / 1e3)} as milliseconds: say which by --set workload.arrival_unit=s, =ms, =us or =ns"
+                f"{self.path}: {clock.column} has no unit: its {self.rows:,} times from {first} to {last} span {duration(span)} "
+                f"as seconds, {duration(span / 1e3)} as milliseconds: say which by --set workload.arrival_unit=s, =ms, =us or =ns"
                 f"{hint}")
         assert layout.arrival is not None
         span = float(at.max())

@@ -16,19 +16,22 @@ LOW_LOAD, HIGH_LOAD = 0.3, 1.0
 """Shares of capacity between which a run's load needs no word."""
 
 
-def run_lines(workload: Workload, config: WorkloadConfig, *, shares_prefixes: bool = False, load: float | None = None) -> list[str]:
+def run_lines(workload: Workload, config: WorkloadConfig, *, shares_prefixes: bool = False,
+              load: float | None = None) -> list[str]:
     """The trace and what was taken of it. ``shares_prefixes``: whether a policy of the run does; ``load``: offered load as a
     share of capacity, where it is known, said where it leaves nothing to compare."""
     lines = _reading_lines(config.trace, workload.source, workload.reading)
     found = workload.describe()
-    arrivals = "recorded arrivals" if config.arrivals == "recorded" else f"{config.arrivals} arrivals at {config.rate_req_per_s:g} req/s"
-    if config.arrivals == "recorded" and config.time_scale != 1:
+    arrivals = f"{config.arrivals} arrivals"
+    if config.arrivals != "recorded":
+        arrivals += f" at {config.rate_req_per_s:g} req/s"
+    elif config.time_scale != 1:
         arrivals += f", {config.time_scale:g} times as fast"
     lines += _wrapped(f"requests: {found.rows:,}, {arrivals}, {_rate(found)}", "  ")
     lines += _wrapped(_lengths(found), "  ")
     if config.warmup is not None:
-        lines += _wrapped(f"warm-up: the first {config.warmup if not config.warmup.isdecimal() else config.warmup + ' requests'} are "
-                          "left out of the statistics", "  ")
+        unit = " requests" if config.warmup.isdecimal() else ""
+        lines += _wrapped(f"warm-up: the first {config.warmup}{unit} are left out of the statistics", "  ")
     if workload.shared_prefix is not None:
         shared = workload.shared_prefix
         tokens = sum(blocks for _, blocks in shared.values())
@@ -37,8 +40,8 @@ def run_lines(workload: Workload, config: WorkloadConfig, *, shares_prefixes: bo
         lines += _wrapped(f"shared prefixes: {len(shared):,} prompts begin as an earlier one does, {share:.1%} of all prompt "
                           f"tokens{used}", "  ")
     elif workload.reading is not None and any("hash_ids:" in note for note in workload.reading.notes):
-        lines += _wrapped("shared prefixes: not used, as rows are drawn at random (--arrivals recorded, or workload.sample = false)",
-                          "  ")
+        lines += _wrapped("shared prefixes: not used, as rows are drawn at random (--arrivals recorded, or workload.sample = "
+                          "false)", "  ")
     if load is not None and not LOW_LOAD <= load <= HIGH_LOAD:
         word = "policies will hardly differ" if load < LOW_LOAD else "queues grow as long as it lasts"
         lines += _wrapped(f"offered load: {load:.2f} of capacity: {word}", "  ")
@@ -57,8 +60,8 @@ def inspect_lines(config: WorkloadConfig) -> list[str]:
         head = max(2, len(table.arrival_s) // 10)
         span = float(table.arrival_s[head - 1] - table.arrival_s[0])
         if span > 0:
-            lines += _wrapped(f"rate of the first tenth: {(head - 1) / span:.3g} req/s; most in a minute: {_most(table.arrival_s):,} "
-                              "requests", "  ")
+            lines += _wrapped(f"rate of the first tenth: {(head - 1) / span:.3g} req/s; most in a minute: "
+                              f"{_most(table.arrival_s):,} requests", "  ")
     if table.reading is not None and table.reading.question:
         lines += _wrapped(f"recorded arrivals: {table.reading.question.removeprefix(f'{Path(config.trace)}: ')}", "  ")
     return lines

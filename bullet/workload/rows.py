@@ -147,7 +147,8 @@ def _csv_records(path: Path, text: Any) -> Iterator[tuple[Sequence[int], list[li
     reader = csv.reader(text, strict=True)
     wrong: csv.Error | None = None
     while wrong is None:
-        line, rows = reader.line_num + 1, []
+        line = reader.line_num + 1
+        rows: list[list[str]] = []
         try:
             rows.extend(itertools.islice(reader, BATCH_ROWS))
         except csv.Error as exc:
@@ -204,7 +205,8 @@ def _batched(rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[list[int], list[
 
 def _json_objects(path: Path, text: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     decode = json.JSONDecoder(object_pairs_hook=_object).decode
-    scan = json.JSONDecoder().scan_once  # without what decode does about it, which costs as much again
+    decoder: Any = json.JSONDecoder()
+    scan = decoder.scan_once  # without what decode does about it, which costs as much again
     for line, content in enumerate(text, start=1):
         try:
             row, end = scan(content, 0)

@@ -1,4 +1,4 @@
-"""Azure LLM inference traces 2023 and 2024: CSV with dates (Azure/AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024)."""
+"""Azure LLM inference traces 2023 and 2024: CSV with dates (Azure/AzurePublicDataset, AzureLLMInferenceDataset2024.md)."""
 
 from bullet.workload.layout import Layout
 

@@ -52,7 +52,7 @@ def load_result(path: Path) -> dict[str, Any]:
     except ValueError as exc:
         lines = [line for line in content.splitlines() if line.strip()]
         if len(lines) > 1 and all(line.lstrip().startswith("{") and line.rstrip().endswith("}") for line in lines):
-            raise TraceError(f"{path}: holds the results of {len(lines)} runs, one a line: give a file with one of them") from None
+            raise TraceError(f"{path}: holds the results of {len(lines)} runs, one a line: give a file with one") from None
         raise TraceError(f"{path}: not a {TITLE} ({exc})") from None
     if not isinstance(result, dict) or any(key not in result for key in TOTALS):
         raise TraceError(f"{path}: not a {TITLE}: must be one JSON object with {', '.join(TOTALS)}")
@@ -70,7 +70,8 @@ def open_document(path: Path, config: WorkloadConfig) -> Iterator[tuple[Rows, La
                              "(vllm bench serve) or --output-details (sglang.bench_serving)")
     for name, values in lists.items():
         if not isinstance(values, list) or len(values) != len(lists["input_lens"]):
-            raise TraceError(f"{path}: {name} = {shown(values)}: must be a list of {len(lists['input_lens'])} values, as input_lens")
+            raise TraceError(f"{path}: {name} = {shown(values)}: must be a list of {len(lists['input_lens'])} values, as "
+                             "input_lens")
     lists["request"] = list(range(len(lists["input_lens"])))
 
     def batches(columns: Sequence[str]) -> Iterator[Batch]:

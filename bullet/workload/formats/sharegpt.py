@@ -45,7 +45,8 @@ def open_document(path: Path, config: WorkloadConfig) -> Iterator[tuple[Rows, La
         for place, item in array_items(path, text):
             turns = item.get("conversations") if isinstance(item, dict) else None
             if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns[:2]):
-                raise TraceError(f"{path}:{place}: {shown(item)}: must be an object with conversations, a list of turns with a value")
+                raise TraceError(f"{path}:{place}: {shown(item)}: must be an object with conversations, a list of turns with a "
+                                 "value each")
             if len(turns) < 2:
                 continue
             lines.append(place)
