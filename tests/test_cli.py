@@ -37,7 +37,7 @@ def test_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = tmp_path / "run"
     assert sim.main(["run", "--policy", "bullet", "--trace", "azure-code", "--rate", "5", *FAST, "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("trace azure-code: 8,819 rows, built in (Azure/AzurePublicDataset, CC-BY-4.0)\n  requests: 40, poisson")
+    assert text.startswith("trace azure-code: 8,819 rows, built in (Azure/AzurePublicDataset, CC-BY-4.0)\n  requests: 40")
     assert ("\n\nsimulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 40 requests"
             ) in text
     assert max(map(len, text.splitlines())) < 120
