@@ -6,8 +6,18 @@ invariant of ours is an ``AssertionError`` with the values in it.
 """
 
 
+def printable(what: object) -> str:
+    """A text of somebody else's as one to print: what a terminal would obey, and what cannot be encoded, is escaped."""
+    text = str(what)
+    return text if text.isprintable() else "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
 class BulletError(Exception):
-    """Base of every error that a user can cause and repair."""
+    """Base of every error that a user can cause and repair. Its message is safe to print whatever it quotes."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(message))
 
 
 class ConfigError(BulletError):
@@ -55,3 +65,12 @@ def require(ok: bool, what: str, value: object, allowed: str) -> None:
 def one_line(what: object, most: int | None = None) -> str:
     """A message of somebody else's for a line of ours: its words, the first ``most`` characters."""
     return " ".join(str(what).split())[:most]
+
+
+def short(value: object, most: int = 60) -> str:
+    """A value of the user's as a message shows it, whatever its size."""
+    try:
+        text = value if isinstance(value, str) and most > 60 else repr(value)
+    except (ValueError, RecursionError):  # more digits, or deeper, than Python prints
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= most else f"{text[:most - 3]}..."

@@ -163,7 +163,7 @@ def test_a_full_disk_is_the_error_that_is_told(tmp_path: Path, monkeypatch: pyte
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pq, "write_table", full_disk)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
     with pytest.raises(ResultsError, match=r"steps-00000.parquet: cannot be written \(No space left on device\)"):
         write(tmp_path / "run")
 
