@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +54,40 @@ def read_table(path: Path, what: str = "parquet", columns: Sequence[str] | None 
 def write_table(path: Path, table: Any, **options: Any) -> None:
     """Whole or not at all (:func:`bullet.files.whole_file`); ``options``: pyarrow's. Equal tables and options, equal bytes.
     """
+    write_tables(path, [table], **options)
+
+
+def write_tables(path: Path, tables: Iterable[Any], **options: Any) -> None:
+    """As :func:`write_table`, of tables of one schema as they come, a row group each (or more); one at least."""
     import pyarrow.parquet as pq
 
     size = options.pop("row_group_size", None)
     with whole_file(path) as temporary:
-        with pq.ParquetWriter(temporary, table.schema, compression="zstd", write_page_checksum=True, **options) as writer:
-            writer.write_table(table, row_group_size=size)
+        rest = iter(tables)
+        first = next(rest)
+        with pq.ParquetWriter(temporary, first.schema, compression="zstd", write_page_checksum=True, **options) as writer:
+            writer.write_table(first, row_group_size=size)
+            for table in rest:
+                writer.write_table(table, row_group_size=size)
             writer.add_key_value_metadata({DIGEST: _BLANK})
         place, blank = _digest_place(temporary)
         assert blank == _BLANK, f"the footer's digest is {blank!r} at {place}"
         with temporary.open("rb+") as file:
             file.seek(place)
             file.write(b"%08x" % _crc(temporary, place))
+
+
+def row_groups(path: Path, columns: Sequence[str], error: type[BulletError] = ProfileError) -> Iterator[Any]:
+    """The file's row groups as pyarrow tables, one at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for number in range(file.num_row_groups):
+                yield file.read_row_group(number, columns=list(columns))
+    except (OSError, KeyError, ValueError, pa.ArrowException) as exc:
+        raise error(f"{path}: cannot be read as parquet ({reason(exc)})") from None
 
 
 def _digest_place(path: Path) -> tuple[int, bytes]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bullet.config import RunConfig
-from bullet.results import metrics
+from bullet.results import columns, metrics
 from bullet.results.columns import RequestTable, RunOutcome, StepTable
 
 NAN = float("nan")
@@ -83,3 +83,16 @@ def test_weighted_percentile_equals_numpys_on_the_values_spelt_out() -> None:
         assert metrics.weighted_percentile(values, counts, percent) == pytest.approx(
             float(np.percentile(np.repeat(values, counts), percent)))
     assert metrics.weighted_percentile(np.array([]), np.array([], dtype=np.int64), 50) is None
+
+
+def test_percentiles_of_many_gaps_are_those_of_the_sorted_ones() -> None:
+    """More gaps than a batch are binned first: the same values come out, outliers and ties or not."""
+    rng = np.random.default_rng(3)
+    many = columns.BATCH_ROWS + 5000
+    for values in (rng.exponential(0.02, many), np.r_[rng.exponential(0.02, many), 1e4], np.round(rng.random(many), 2),
+                   np.full(many, 0.03)):
+        counts = rng.integers(1, 5, len(values)).astype(np.int32)
+        written_out = np.repeat(values, counts)
+        for percent in (0, 37.3, 50, 99, 100):
+            assert metrics.weighted_percentile(values, counts, percent) == pytest.approx(
+                float(np.percentile(written_out, percent)), rel=1e-12)

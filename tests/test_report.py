@@ -14,7 +14,7 @@ import pytest
 
 from bullet.config import RunConfig
 from bullet.errors import ResultsError
-from bullet.results import metrics, page, plots, tables, timeline
+from bullet.results import columns, metrics, page, plots, tables, timeline
 from bullet.results.columns import REQUEST_COLUMNS, RequestTable, RunOutcome, StepTable
 from bullet.results.folder import RunWriter, load_run
 
@@ -223,3 +223,27 @@ def test_a_trace_in_parts_is_the_trace(tmp_path: Path, monkeypatch: pytest.Monke
     whole = events(tmp_path, TWO_LANES)
     monkeypatch.setattr(timeline, "_CHUNK_ROWS", 1)
     assert events(tmp_path, TWO_LANES) == whole
+
+
+def test_a_long_runs_timeline_is_in_order_of_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill that ends after forty decodes is written before them, however the rows are cut into batches."""
+    rows = [("decode", 0.1 * i + 0.05, 0.1 * i + 0.15) for i in range(40)]
+    rows.append(("prefill", 0.0, 4.2))
+    template = TWO_LANES[0]
+    steps = [(i, lane, lane, start, end, *template[5:]) for i, (lane, start, end) in enumerate(rows)]
+    starts = []
+    for size in (1000, 7):
+        monkeypatch.setattr(columns, "BATCH_ROWS", size)
+        events = [json.loads(event) for event in timeline.perfetto_events(outcome("toy", steps, 1, 1))]
+        starts.append([(e["ts"], e["tid"]) for e in events if e["ph"] == "X"])
+    assert starts[0] == starts[1] == sorted(starts[0])
+    assert starts[0][0] == (0.0, 1)
+
+
+def test_queue_peaks_of_bins_however_rows_are_cut() -> None:
+    start, queue = np.array([0.1, 0.2, 2.5, 2.6, 3.9, 4.0]), np.array([1, 5, 2, 7, 4, 3])
+    for cut in (6, 2):
+        peaks = plots._QueuePeaks(np.array([0.0, 1.0, 2.0, 3.0, 4.0]))
+        for begin in range(0, 6, cut):
+            peaks.add(start[begin:begin + cut], queue[begin:begin + cut])
+        assert peaks.values().tolist() == [5, 2, 7, 4]  # the second bin has no launch: the next one found 2 waiting

@@ -14,7 +14,7 @@ import pytest
 from bullet import files
 from bullet.config import RunConfig
 from bullet.errors import ResultsError
-from bullet.results import folder
+from bullet.results import columns, folder
 from bullet.results.columns import REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable
 from bullet.results.folder import RunWriter, load_run
 
@@ -63,9 +63,9 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 def test_the_files_state_their_source_and_types(tmp_path: Path) -> None:
     write(tmp_path / "run")
-    for name, columns in (("steps", STEP_COLUMNS), ("requests", REQUEST_COLUMNS)):
+    for name, expected in (("steps", STEP_COLUMNS), ("requests", REQUEST_COLUMNS)):
         schema = pq.read_schema(tmp_path / "run" / f"{name}.parquet")
-        assert schema.names == list(columns)
+        assert schema.names == list(expected)
         assert {k: v for k, v in schema.metadata.items() if k != b"ARROW:schema"} == {
             b"source": b"simulated", b"gpu": b"a100-80gb", b"model": b"llama-3.1-8b", b"policy": b"bullet",
             b"device_source": b"fitted"}
@@ -266,3 +266,39 @@ def test_pandas_stays_out(tmp_path: Path) -> None:
             "print([m for m in ('pandas', 'matplotlib', 'simpy') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_steps_in_files_read_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run's steps stay in their part files and then in the merged one; batches are cut at the same rows everywhere."""
+    monkeypatch.setattr(columns, "BATCH_ROWS", 6)
+    monkeypatch.setattr(folder, "BATCH_ROWS", 6)
+    rows = [step(i, None if i % 5 == 2 else 0.5) for i in range(22)]
+    memory = StepTable.from_rows(rows)
+    with RunWriter(tmp_path / "run", part_rows=4) as writer:
+        writer.resolved(RunConfig())
+        for row in rows:
+            writer.step(row)
+        stored = writer.tables()[0]
+        for moment in ("in part files", "merged"):
+            assert isinstance(stored, folder.StoredSteps)
+            assert len(stored) == 22, moment
+            for name in STEP_COLUMNS:
+                assert np.array_equal(stored[name], memory[name], equal_nan=STEP_COLUMNS[name] == "f8"), (moment, name)
+            mine, other = (list(table.batches("step", "lane")) for table in (stored, memory))
+            assert [b["step"].tolist() for b in mine] == [b["step"].tolist() for b in other], moment
+            assert [len(b["lane"]) for b in mine] == [6, 6, 6, 4], moment
+            if moment == "in part files":
+                writer.close(outcome(writer), {}, {})
+    assert pq.ParquetFile(tmp_path / "run" / "steps.parquet").num_row_groups == 4
+    assert load_run(tmp_path / "run").steps["reason"].tolist() == memory["reason"].tolist()
+
+
+def test_many_requests_come_back_in_order(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run", part_rows=3) as writer:
+        writer.resolved(RunConfig())
+        for i in range(8):
+            writer.request(request(i, "rejected" if i == 4 else "finished"))
+        for _ in range(2):  # asking twice changes nothing
+            assert writer.tables()[1]["id"].tolist() == list(range(8))
+        assert writer.abort("stopped")["rejected"] == 1
+    assert load_run(tmp_path / "run").requests["status"].tolist() == ["finished"] * 4 + ["rejected"] + ["finished"] * 3

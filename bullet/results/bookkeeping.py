@@ -7,7 +7,7 @@ The drivers' loops, which spend the time, are written twice on purpose; all that
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,21 +55,21 @@ class Bookkeeping:
         self.state = SystemState(splits, KvCache(kv_blocks), num_layers, Partition(num_sms, num_sms))
         self.longest_tokens = longest_tokens
         self.workload_source = workload.source
-        # Plain lists: indexing them is several times faster than indexing arrays.
-        self.arrivals: list[float] = workload.arrival_s.tolist()
-        self.prompts: list[int] = workload.prompt_tokens.tolist()
-        self.outputs: list[int] = workload.output_tokens.tolist()
+        # Views: an element comes as fast as a list's, as a number of Python's, and a million cost no memory.
+        self.arrivals: Sequence[float] = np.ascontiguousarray(workload.arrival_s).data
+        self.prompts: Sequence[int] = np.ascontiguousarray(workload.prompt_tokens).data
+        self.outputs: Sequence[int] = np.ascontiguousarray(workload.output_tokens).data
         self.slo_per_token_s, self.mean_slo_s = slo.ttft_s_per_token, slo.ttft_s_per_token * slo.mean_prompt_tokens
         self.policy_reads_mean = slo.ttft_slo_policy == "mean_length"
         self.now_s = 0.0
         self.next_arrival = 0
-        self.next_arrival_s = self.arrivals[0] if self.arrivals else INFINITY
+        self.next_arrival_s = self.arrivals[0] if len(self.arrivals) else INFINITY
         self.closed = 0  # finished or rejected
         self.decisions = self.steps_ended = self.split_changes = 0
         self.preemptions_since_token = self.waits_since_launch = 0
         self.emitted_s: dict[int, float] = {}
         self.itl_s = array("d")
-        self.itl_counts = array("q")
+        self.itl_counts = array("i")
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -208,8 +208,8 @@ class Bookkeeping:
         config, kv = self.config, self.state.kv
         assert config.slo.tpot_s is not None
         return RunOutcome(
-            config=config, system=config.policy.name, steps=tables[0], requests=tables[1], itl_s=np.array(self.itl_s),
-            itl_counts=np.array(self.itl_counts), sm_seconds=sm_seconds, span_s=span_s, num_sms=self.num_sms,
+            config=config, system=config.policy.name, steps=tables[0], requests=tables[1], itl_s=np.asarray(self.itl_s),
+            itl_counts=np.asarray(self.itl_counts), sm_seconds=sm_seconds, span_s=span_s, num_sms=self.num_sms,
             kv_blocks=kv.total_blocks, split_changes=self.split_changes, decisions=self.decisions,
             decision_wall_s=decision_wall_s, tpot_slo_s=config.slo.tpot_s,
             device={"gpu": gpu, "model": config.device.model, "source": device_source, "workload": self.workload_source,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,9 @@ REQUEST_COLUMNS: Mapping[str, str] = MappingProxyType({
     "ttft_slo_per_request_s": "f8", "ttft_slo_mean_length_s": "f8",
 })
 """Columns of requests.parquet. Times are null where the request did not get that far."""
+
+BATCH_ROWS = 1 << 16
+"""Rows of a batch, wherever they are kept: sums over batches come out the same for a run in memory and one in files."""
 
 
 def _packed(cells: list[Any], kind: str) -> NDArray[Any]:
@@ -60,6 +63,11 @@ class Table:
     def __len__(self) -> int:
         return len(next(iter(self.data.values())))
 
+    def batches(self, *names: str) -> Iterator[dict[str, NDArray[Any]]]:
+        """These columns (all, if none is named) ``BATCH_ROWS`` rows at a time, the last batch with fewer."""
+        for begin in range(0, len(self), BATCH_ROWS):
+            yield {name: self[name][begin:begin + BATCH_ROWS] for name in names or self.columns}
+
     @classmethod
     def from_rows(cls, rows: Iterable[tuple[Any, ...]]) -> Any:
         """Rows in the order of ``columns``."""
@@ -79,6 +87,14 @@ class Table:
             return cls.from_cells([])
         return cls({name: np.concatenate([t[name] for t in tables]) for name in cls.columns})
 
+    @classmethod
+    def gathered(cls, tables: list[Any]) -> Any:
+        """As :meth:`concatenate`, taking the tables' columns from them one by one: no more than a column stands twice."""
+        whole = cls({name: np.concatenate([t.data.pop(name) for t in tables]) for name in cls.columns}) if len(tables) > 1 else (
+            tables[0] if tables else cls.from_cells([]))
+        tables[:] = [whole]
+        return whole
+
 
 class StepTable(Table):
     """Steps, in the order in which they ended."""
@@ -94,7 +110,7 @@ class RequestTable(Table):
 
 @dataclass
 class RunOutcome:
-    """What a driver returns. ``itl_s``: gaps between tokens, ``itl_counts``: how many tokens had each.
+    """What a driver returns. ``itl_s``: gaps between tokens, ``itl_counts``: how many tokens had each (int32).
 
     ``sm_seconds``: prefill_only, decode_only, hybrid, shared, idle; adds up to N x ``span_s`` (I5).
     """
@@ -104,7 +120,7 @@ class RunOutcome:
     steps: StepTable
     requests: RequestTable
     itl_s: NDArray[np.float64]
-    itl_counts: NDArray[np.int64]
+    itl_counts: NDArray[np.integer[Any]]
     sm_seconds: dict[str, float]
     span_s: float
     num_sms: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -22,7 +22,7 @@ from bullet import parquet
 from bullet.config import RunConfig, load_run_config, to_toml
 from bullet.errors import ResultsError
 from bullet.files import cannot_write, create_folder, write_json, write_text
-from bullet.results.columns import REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable, Table
+from bullet.results.columns import BATCH_ROWS, REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable, Table
 from bullet.signals import undisturbed
 
 PART_ROWS = 16384
@@ -63,10 +63,54 @@ def write_parquet(path: Path, table: Table, metadata: Mapping[str, str]) -> None
 
     ``metadata``: at least ``source`` (simulated, measured). :class:`ResultsError` if it cannot be written.
     """
-    # Dictionaries of numbers nearly all different, and statistics of one row group, cost three quarters of the time
+    def parts() -> Iterator[Any]:
+        cls, none = StepTable if isinstance(table, StepTable) else RequestTable, True
+        for columns in table.batches():
+            yield _arrow(cls(columns), metadata)
+            none = False
+        if none:
+            yield _arrow(cls.from_cells([]), metadata)
+
+    # Dictionaries of numbers nearly all different, and statistics of a row group, cost three quarters of the time
     # and make the file larger.
-    parquet.write_table(path, _arrow(table, metadata), row_group_size=1 << 20, write_statistics=False,
-                        use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
+    parquet.write_tables(path, parts(), write_statistics=False,
+                         use_dictionary=[name for name, kind in table.columns.items() if kind == "str"])
+
+
+class StoredSteps(StepTable):
+    """Steps that stay in their files (and a last few in memory): columns are read when they are asked for, and not kept."""
+
+    def __init__(self, paths: Sequence[Path] = (), rest: StepTable | None = None, rows: int = 0) -> None:
+        super().__init__({})
+        self.paths, self.rest, self.rows = list(paths), rest, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return np.concatenate([batch[name] for batch in self.batches(name)])
+
+    def batches(self, *names: str) -> Iterator[dict[str, NDArray[Any]]]:
+        wanted = names or tuple(self.columns)
+        held: list[dict[str, NDArray[Any]]] = []
+        count = 0
+        for piece in self._pieces(wanted):
+            held.append(piece)
+            count += len(piece[wanted[0]])
+            while count >= BATCH_ROWS:
+                whole = held[0] if len(held) == 1 else {name: np.concatenate([h[name] for h in held]) for name in wanted}
+                yield {name: column[:BATCH_ROWS] for name, column in whole.items()}
+                count -= BATCH_ROWS
+                held = [{name: column[BATCH_ROWS:] for name, column in whole.items()}] if count else []
+        if count:
+            yield {name: np.concatenate([h[name] for h in held]) for name in wanted}
+
+    def _pieces(self, names: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
+        for path in self.paths:
+            for table in parquet.row_groups(path, names, ResultsError):
+                yield {name: _column(table.column(name), self.columns[name]) for name in names}
+        if self.rest is not None:
+            yield {name: self.rest[name] for name in names}
 
 
 class RunWriter:
@@ -88,8 +132,10 @@ class RunWriter:
         self._parts = folder / "parts"
         self._parts.mkdir()
         self._cells: dict[type[Table], list[Any]] = {StepTable: [], RequestTable: []}
-        # The outcome needs every row in the end: columns stay in memory (130 bytes a step) and are not read back.
-        self._flushed: dict[type[Table], list[Table]] = {StepTable: [], RequestTable: []}
+        self._written = {StepTable: 0, RequestTable: 0}  # part files
+        # The figures need every request in the end: their columns stay in memory; the steps, many more, in their files.
+        self._requests: list[Any] = []
+        self._steps_written = 0
         self._step_cells, self._request_cells = self._cells[StepTable], self._cells[RequestTable]
         self._step_limit = part_rows * len(STEP_COLUMNS)
         self._offered: int | None = None
@@ -103,7 +149,7 @@ class RunWriter:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         if self.ended:
             return
-        if exc is not None and not (self._resolved or any(self._cells.values()) or any(self._flushed.values())):
+        if exc is not None and not (self._resolved or any(self._cells.values()) or any(self._written.values())):
             self._undo()
             return
         if exc is None:
@@ -165,30 +211,44 @@ class RunWriter:
         return self._stopping
 
     def _flush(self, cls: type[Table]) -> None:
-        cells, flushed = self._cells[cls], self._flushed[cls]
+        cells = self._cells[cls]
         table = cls.from_cells(cells)
-        write_parquet(self._part(cls, len(flushed)), table, self.metadata)
-        flushed.append(table)
+        write_parquet(self._part(cls, self._written[cls]), table, self.metadata)
+        self._written[cls] += 1
+        if cls is RequestTable:
+            self._requests.append(table)
+        else:
+            self._steps_written += len(table)
         cells.clear()
 
     def _part(self, cls: type[Table], number: int) -> Path:
         return self._parts / f"{_stem(cls)}-{number:05d}.parquet"
 
     def tables(self) -> tuple[StepTable, RequestTable]:
-        """All rows so far."""
+        """All rows so far; of a long run the steps are in files."""
         if self._tables is None:
-            steps, requests = (cls.concatenate([*self._flushed[cls], cls.from_cells(cells)])
-                               for cls, cells in self._cells.items())
+            steps: StepTable = StepTable.from_cells(self._step_cells)
+            if parts := self._written[StepTable]:
+                steps = StoredSteps([self._part(StepTable, n) for n in range(parts)], steps,
+                                    self._steps_written + len(steps))
+            requests: RequestTable = RequestTable.from_cells(self._request_cells)
+            if self._requests:
+                self._requests.append(requests)
+                self._request_cells.clear()
+                requests = RequestTable.gathered(self._requests)
             self._tables = (steps, requests)
         return self._tables
 
     def _merge(self) -> None:
-        for table in self.tables():
-            write_parquet(self.folder / f"{_stem(type(table))}.parquet", table, self.metadata)
+        steps, requests = self.tables()
+        write_parquet(self.folder / f"{_stem(StepTable)}.parquet", steps, self.metadata)
+        write_parquet(self.folder / f"{_stem(RequestTable)}.parquet", requests, self.metadata)
         self._merged = True
+        if isinstance(steps, StoredSteps):
+            steps.paths, steps.rest = [self.folder / f"{_stem(StepTable)}.parquet"], None
         try:
-            for cls, flushed in self._flushed.items():
-                for number in range(len(flushed)):
+            for cls, written in self._written.items():
+                for number in range(written):
                     self._part(cls, number).unlink()
             self._parts.rmdir()
         except OSError as exc:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.results.columns import RequestTable, RunOutcome, StepTable
+from bullet.results.columns import BATCH_ROWS, RequestTable, RunOutcome, StepTable
 from bullet.workload.cuts import counted_from
 
 Array = NDArray[np.float64]
@@ -54,17 +54,39 @@ def attained(requests: RequestTable, reading: str, tpot_slo_s: float) -> NDArray
     return np.asarray((requests["status"] == "finished") & first_in_time & rest_in_time)
 
 
-def weighted_percentile(values: Array, counts: NDArray[np.int64], percent: float) -> float | None:
+def weighted_percentile(values: Array, counts: NDArray[Any], percent: float) -> float | None:
     """Percentile of values that stand ``counts`` times each, as ``np.percentile`` of them written out would give it."""
     total = int(counts.sum())
     if total == 0:
         return None
-    order = np.argsort(values, kind="stable")
-    upto = np.cumsum(counts[order])
     place = (total - 1) * percent / 100
     low = int(place)
-    below, above = values[order][np.searchsorted(upto, (low, min(low + 1, total - 1)), side="right")].tolist()
+    below, above = (_ranked(values, counts, rank) for rank in (low, min(low + 1, total - 1)))
     return float(below + (above - below) * (place - low))
+
+
+def _ranked(values: Array, counts: NDArray[Any], rank: int) -> float:
+    """The value of that rank (from 0). Of many values those in one of 4,096 bins are sorted alone: millions of gaps between
+    tokens stand in memory once."""
+    while len(values) > BATCH_ROWS:
+        least, most = float(values.min()), float(values.max())
+        if least == most:
+            return least
+        scale = 4095 / (most - least)
+
+        def bins(begin: int) -> NDArray[np.int64]:
+            return ((values[begin:begin + BATCH_ROWS] - least) * scale).astype(np.int64)  # noqa: B023
+
+        held = np.zeros(4097)
+        for begin in range(0, len(values), BATCH_ROWS):
+            held += np.bincount(bins(begin), counts[begin:begin + BATCH_ROWS], 4097)
+        upto = np.cumsum(held)
+        chosen = int(np.searchsorted(upto, rank, side="right"))
+        rank -= int(upto[chosen - 1]) if chosen else 0
+        inside = np.concatenate([bins(begin) == chosen for begin in range(0, len(values), BATCH_ROWS)])
+        values, counts = values[inside], counts[inside]
+    order = np.argsort(values, kind="stable")
+    return float(values[order[np.searchsorted(np.cumsum(counts[order]), rank, side="right")]])
 
 
 def goodput(rates: Sequence[float], attainments: Sequence[float], goal: float = 0.9) -> float | None:
@@ -107,9 +129,9 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     their figures are ``None``. SM shares and KV figures are of the whole run.
     """
     requests, steps, gaps_s, counts = outcome.requests, outcome.steps, outcome.itl_s, outcome.itl_counts
-    warmup = outcome.config.workload.warmup
+    warmup, since_s = outcome.config.workload.warmup, -np.inf
     if warmup is not None:
-        requests, steps = after_warmup(requests, steps, warmup)
+        requests, since_s = after_warmup(requests, warmup)
         gaps_s, counts = gaps_s[:0], counts[:0]
     status = requests["status"]
     done = status == "finished"
@@ -126,9 +148,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     tokens_in, tokens_out = int(requests["prompt_tokens"][done].sum()), int(requests["output_tokens"][done].sum())
     normalised = e2e_s(requests) / np.maximum(1, requests["output_tokens"][done])
     waits = (requests["admitted_s"] - requests["arrival_s"])[done]
-    decode = (steps["end_s"] - steps["start_s"])[steps["decode_seqs"] > 0]
-    predicted = ~np.isnan(steps["predicted_s"])
-    error = np.abs(steps["predicted_s"][predicted] / steps["actual_s"][predicted] - 1)
+    of_steps = _of_steps(steps, since_s)
     total_sm_s = outcome.num_sms * outcome.span_s
     given_sm_s = sum(outcome.sm_seconds.values())
     assert abs(given_sm_s - total_sm_s) <= 1e-6 * max(1.0, total_sm_s), f"I5: {given_sm_s} SM-seconds of {total_sm_s}"
@@ -136,7 +156,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "source": outcome.source, "system": outcome.system, "gpu": outcome.device.get("gpu"),
         "tensor_parallel": outcome.config.device.tensor_parallel,
         "model": outcome.device.get("model"), "device_source": outcome.device.get("source"),
-        "estimator": outcome.config.policy.estimator if predicted.any() else None,
+        "estimator": outcome.config.policy.estimator if of_steps["prediction_error_mean"] is not None else None,
         "trace": outcome.config.workload.trace, "workload_source": outcome.device.get("workload"),
         "request_rate": outcome.config.workload.rate_req_per_s if outcome.config.workload.arrivals != "recorded" else None,
         "seed": outcome.config.seed,
@@ -158,9 +178,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         summary[f"slo_attainment_{reading}"] = float(met.mean()) if offered else None
     summary |= {
         "tpot_slo_ms": outcome.tpot_slo_s * 1e3, "preemptions": int(requests["preemptions"].sum()),
-        "steps": len(steps), "decode_steps": len(decode),
-        "max_decode_step_ms": float(decode.max() * 1e3) if len(decode) else None,
-        "prediction_error_mean": float(error.mean()) if len(error) else None,
+        **of_steps,
         "sm_share": {name: value / total_sm_s if total_sm_s else None for name, value in outcome.sm_seconds.items()},
         "split_changes_per_s": outcome.split_changes / outcome.span_s if outcome.span_s else None,
         "kv_blocks": outcome.kv_blocks, "kv_peak_blocks": outcome.device.get("kv_peak_blocks"),
@@ -171,13 +189,28 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     return summary
 
 
-def after_warmup(requests: RequestTable, steps: StepTable, warmup: str) -> tuple[RequestTable, StepTable]:
-    """The requests after the warm-up (bullet/workload/cuts.py), and the steps from the first one's arrival on."""
+def after_warmup(requests: RequestTable, warmup: str) -> tuple[RequestTable, float]:
+    """The requests after the warm-up (bullet/workload/cuts.py), and when the first of them arrived."""
     counted = counted_from(warmup, requests["id"], requests["arrival_s"])
     kept = RequestTable({name: column[counted] for name, column in requests.data.items()})
-    start_s = float(kept["arrival_s"].min()) if len(kept) else np.inf
-    later = steps["start_s"] >= start_s
-    return kept, StepTable({name: column[later] for name, column in steps.data.items()})
+    return kept, float(kept["arrival_s"].min()) if len(kept) else np.inf
+
+
+def _of_steps(steps: StepTable, since_s: float) -> dict[str, int | float | None]:
+    """Figures of the steps that began from ``since_s`` on."""
+    count = decodes = predictions = 0
+    longest_s = error = 0.0
+    for batch in steps.batches("start_s", "end_s", "decode_seqs", "predicted_s", "actual_s"):
+        start_s, end_s, decode_seqs, predicted_s, actual_s = (column[batch["start_s"] >= since_s] for column in batch.values())
+        count += len(start_s)
+        decode_s = (end_s - start_s)[decode_seqs > 0]
+        decodes += len(decode_s)
+        longest_s = max(longest_s, float(decode_s.max())) if len(decode_s) else longest_s
+        predicted = ~np.isnan(predicted_s)
+        predictions += int(predicted.sum())
+        error += float(np.abs(predicted_s[predicted] / actual_s[predicted] - 1).sum())
+    return {"steps": count, "decode_steps": decodes, "max_decode_step_ms": longest_s * 1e3 if decodes else None,
+            "prediction_error_mean": error / predictions if predictions else None}
 
 
 def timing(outcome: RunOutcome, wall_s: float) -> dict[str, Any]:

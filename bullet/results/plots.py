@@ -95,6 +95,8 @@ def plot_cdfs(requests: Sequence[RequestTable], summaries: Sequence[Mapping[str,
     return figure
 
 
+Columns = StepTable | Mapping[str, NDArray[Any]]
+
 # What a step does, in the order of the legend; see-through, so that shared SMs show.
 _ALPHA = 0.75
 _KINDS = (("prefill", COLOURS[0]), ("mixed batch", COLOURS[3]), ("decode", COLOURS[1]))
@@ -102,7 +104,7 @@ _SHARED = "#AF6930"
 """What decode's colour over prefill's comes to, both see-through."""
 
 
-def _kind(steps: StepTable) -> NDArray[np.int64]:
+def _kind(steps: Columns) -> NDArray[np.int64]:
     """Index into ``_KINDS`` of every step, by what it carries and not by its lane: a chunked lane does all three."""
     prefill, decode = steps["prefill_tokens"] > 0, steps["decode_seqs"] > 0
     return np.where(prefill & decode, 1, np.where(decode, 2, 0))
@@ -120,7 +122,7 @@ def _blocks(starts: NDArray[np.float64], ends: NDArray[np.float64], sms: NDArray
     return np.column_stack((starts[first], ends[last], sms[first]))
 
 
-def _mean_sms(steps: StepTable, chosen: NDArray[np.bool_], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+def _mean_sms(steps: Columns, chosen: NDArray[np.bool_], edges: NDArray[np.float64]) -> NDArray[np.float64]:
     """SMs held by the chosen steps, averaged over each bin: exact, from SM-seconds up to each edge."""
     times = np.concatenate((steps["start_s"][chosen], steps["end_s"][chosen]))
     change = np.concatenate((steps["sms"][chosen], -steps["sms"][chosen])).astype(float)
@@ -132,6 +134,31 @@ def _mean_sms(steps: StepTable, chosen: NDArray[np.bool_], edges: NDArray[np.flo
     upto = np.interp(edges, times, total)
     result: NDArray[np.float64] = np.diff(upto) / np.diff(edges)
     return result
+
+
+class _QueuePeaks:
+    """The longest queue at a launch of each bin; of a bin without one that at the next launch. Thinned points would hide it."""
+
+    def __init__(self, edges: NDArray[np.float64]) -> None:
+        bins = len(edges) - 1
+        self.edges, self.peak = edges, np.full(bins, -1.0)
+        self.first_s, self.first = np.full(bins, np.inf), np.zeros(bins)
+
+    def add(self, start_s: NDArray[np.float64], queue: NDArray[Any]) -> None:
+        """Launches, in any order."""
+        order = np.argsort(start_s, kind="stable")
+        start_s, queue = start_s[order], queue[order]
+        places = (np.searchsorted(self.edges, start_s, side="right") - 1).clip(0, len(self.peak) - 1)
+        np.maximum.at(self.peak, places, queue)
+        bins, heads = np.unique(places, return_index=True)
+        earlier = start_s[heads] < self.first_s[bins]
+        self.first_s[bins[earlier]], self.first[bins[earlier]] = start_s[heads][earlier], queue[heads][earlier]
+
+    def values(self) -> NDArray[np.float64]:
+        """By bin."""
+        found = np.flatnonzero(self.peak >= 0)
+        after = found[np.searchsorted(found, np.arange(len(self.peak))).clip(0, len(found) - 1)]
+        return np.where(self.peak >= 0, self.peak, self.first[after])
 
 
 def plot_sm_share(steps: StepTable, summary: Mapping[str, Any], window_s: float = WINDOW_S) -> Figure:
@@ -146,34 +173,42 @@ def plot_sm_share(steps: StepTable, summary: Mapping[str, Any], window_s: float 
     num_sms = summary["num_sms"]
     figure = _figure(11.5, 5.0)
     (whole, zoom), (whole_queue, zoom_queue) = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=(3, 1))
-    start, end, kind = steps["start_s"], steps["end_s"], _kind(steps)
-    present = [i for i in range(len(_KINDS)) if (kind == i).any()]
+    present: list[int] = []
     if len(steps):
-        first, last = float(start.min()), float(end.max())
+        starts, last = steps["start_s"], max(float(batch["end_s"].max()) for batch in steps.batches("end_s"))
+        first, middle = float(starts.min()), float(np.median(starts))
+        del starts
         edges = np.linspace(first, last, 301)
+        low = max(first, min(middle - window_s / 2, last - window_s))
+        high = min(last, low + window_s)
+        shares, peaks, near = np.zeros((len(_KINDS), len(edges) - 1)), _QueuePeaks(edges), []
+        for batch in steps.batches("start_s", "end_s", "sms", "prefill_tokens", "decode_seqs", "queue"):
+            kind = _kind(batch)
+            present += [i for i in range(len(_KINDS)) if i not in present and (kind == i).any()]
+            for i in present:
+                shares[i] += _mean_sms(batch, kind == i, edges)
+            peaks.add(batch["start_s"], batch["queue"])
+            inside = (batch["end_s"] > low) & (batch["start_s"] < high)
+            near.append({"kind": kind[inside], **{name: batch[name][inside] for name in ("start_s", "end_s", "sms", "queue")}})
+        present.sort()
         base = np.zeros(len(edges) - 1)
         for i in present:
-            held = _mean_sms(steps, kind == i, edges)
+            held = shares[i]
             lower, upper = (num_sms - held, np.full_like(held, num_sms)) if _KINDS[i][0] == "decode" else (base, base + held)
             whole.stairs(upper, edges, baseline=lower, fill=True, color=_KINDS[i][1], linewidth=0, alpha=_ALPHA)
             base = base + held
-        middle = float(np.median(start))
-        low = max(first, min(middle - window_s / 2, last - window_s))
-        high = min(last, low + window_s)
-        inside = (end > low) & (start < high)
+        window = {name: np.concatenate([piece[name] for piece in near]) for name in near[0]}
+        start, end, kind = window["start_s"], window["end_s"], window["kind"]
         for i in present:
-            mine = inside & (kind == i)
-            blocks = _blocks(start[mine], end[mine], steps["sms"][mine])
+            mine = kind == i
+            blocks = _blocks(start[mine], end[mine], window["sms"][mine])
             from_top = _KINDS[i][0] == "decode"
             corners = [((a, num_sms - n), (a, num_sms), (b, num_sms), (b, num_sms - n)) if from_top
                        else ((a, 0), (a, n), (b, n), (b, 0)) for a, b, n in blocks.tolist()]
             zoom.add_collection(PolyCollection(corners, facecolors=_KINDS[i][1], edgecolors="none", alpha=_ALPHA))
         order = np.argsort(start, kind="stable")
-        times, queue = start[order], steps["queue"][order]
-        # The peak of each bin: thinning points would hide short queues.
-        places = np.searchsorted(times, edges[:-1]).clip(0, len(times) - 1)
-        whole_queue.stairs(np.maximum.reduceat(queue, places), edges, color="black", linewidth=0.9)
-        zoom_queue.step(times, queue, where="post", color="black", linewidth=0.9)
+        whole_queue.stairs(peaks.values(), edges, color="black", linewidth=0.9)
+        zoom_queue.step(start[order], window["queue"][order], where="post", color="black", linewidth=0.9)
         whole.set_xlim(first, last)
         zoom.set_xlim(low, high)
         whole.axvspan(low, high, ymin=1.005, ymax=1.025, color="black", linewidth=0, clip_on=False)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bullet.files import whole_file
-from bullet.results.columns import RunOutcome
+from bullet.results.columns import RunOutcome, StepTable
 
 _CHUNK_ROWS = 8192
 _THREADS = {"prefill": 1, "decode": 2, "hybrid": 3}
@@ -19,14 +20,17 @@ _THREADS = {"prefill": 1, "decode": 2, "hybrid": 3}
 def perfetto_events(outcome: RunOutcome) -> Iterator[str]:
     """Chrome trace events: a process for the GPU, a thread for each lane, counters only where they change.
 
-    In order of start, a part of the rows at a time: neither the events nor the columns as Python objects stand in memory.
+    In order of start, a batch of rows at a time: neither the events nor the steps stand in memory.
     """
     steps = outcome.steps
     gpu = f"{str(outcome.device.get('gpu')).upper()} ({outcome.source})"
     yield json.dumps({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": gpu}})
-    for lane in sorted(set(steps["lane"].tolist()), key=_THREADS.__getitem__):
+    lanes: set[str] = set()
+    for batch in steps.batches("lane"):
+        lanes.update(batch["lane"].tolist())
+    for lane in sorted(lanes, key=_THREADS.__getitem__):
         yield json.dumps({"ph": "M", "pid": 1, "tid": _THREADS[lane], "name": "thread_name", "args": {"name": lane}})
-    quoted = {reason: json.dumps(reason) for reason in set(steps["reason"].tolist())}
+    quoted: dict[str, str] = {}
     before: dict[str, Any] = {}
     held_until: dict[str, float] = {}
 
@@ -35,13 +39,11 @@ def perfetto_events(outcome: RunOutcome) -> Iterator[str]:
             before[name] = value
             yield f'{{"ph":"C","pid":1,"name":"{name}","ts":{at_us:.3f},"args":{{"value":{value}}}}}'
 
-    order = np.argsort(steps["start_s"], kind="stable")
-    names = ("lane", "start_s", "end_s", "sms", "prefill_tokens", "decode_seqs", "context_tokens", "first_layer", "layers",
-             "corun_s", "queue", "kv_used_blocks", "reason")
-    for begin in range(0, len(order), _CHUNK_ROWS):
-        rows = order[begin:begin + _CHUNK_ROWS]
+    for columns in _by_start(steps):
         for (lane, start, end, sms, prefill, seqs, context, layer, layers, corun, queue, kv, reason) in zip(
-                *(steps[name][rows].tolist() for name in names), strict=True):
+                *columns, strict=True):
+            if reason not in quoted:
+                quoted[reason] = json.dumps(reason)
             at, until = start * 1e6, end * 1e6
             for other, free in held_until.items():
                 if free < at - 1e-3:
@@ -56,6 +58,29 @@ def perfetto_events(outcome: RunOutcome) -> Iterator[str]:
             yield from counter("KV blocks used", at, kv)
     for lane, free in held_until.items():
         yield from counter(f"{lane} SMs", free, 0)
+
+
+_COLUMNS = ("lane", "start_s", "end_s", "sms", "prefill_tokens", "decode_seqs", "context_tokens", "first_layer", "layers",
+            "corun_s", "queue", "kv_used_blocks", "reason")
+
+
+def _by_start(steps: StepTable) -> Iterator[list[list[Any]]]:
+    """``_COLUMNS`` of the rows in order of start, as lists, ``_CHUNK_ROWS`` at most at a time.
+
+    Rows stand in order of their ends: those of a batch are kept back until no later batch has an earlier start.
+    """
+    earliest = [float(batch["start_s"].min()) for batch in steps.batches("start_s")]
+    later = [*np.minimum.accumulate(earliest[::-1])[::-1][1:], np.inf][:len(earliest)]
+    held: dict[str, NDArray[Any]] | None = None
+    for batch, bound in zip(steps.batches(*_COLUMNS), later, strict=True):
+        rows = batch if held is None else {name: np.concatenate((held[name], batch[name])) for name in _COLUMNS}
+        order = np.argsort(rows["start_s"], kind="stable")
+        ready = int(np.searchsorted(rows["start_s"][order], bound, side="right"))
+        for begin in range(0, ready, _CHUNK_ROWS):
+            some = order[begin:min(begin + _CHUNK_ROWS, ready)]
+            yield [rows[name][some].tolist() for name in _COLUMNS]
+        kept = np.sort(order[ready:])
+        held = {name: rows[name][kept] for name in _COLUMNS}
 
 
 def write_perfetto(outcome: RunOutcome, path: Path) -> None:

@@ -441,9 +441,12 @@ class Simulation(Bookkeeping):
     def outcome(self) -> RunOutcome:
         """What happened, once every request is closed."""
         tables = self.sink.tables()
-        lane, held_sm_s = tables[0]["lane"], tables[0]["sms"] * tables[0]["actual_s"]
-        span_s = self.now_s - (self.arrivals[0] if self.arrivals else 0.0)
-        held = {name: float(held_sm_s[lane == name].sum()) for name in self.names}
+        span_s = self.now_s - (self.arrivals[0] if len(self.arrivals) else 0.0)
+        held = dict.fromkeys(self.names, 0.0)
+        for batch in tables[0].batches("lane", "sms", "actual_s"):
+            held_sm_s = batch["sms"] * batch["actual_s"]
+            for name in self.names:
+                held[name] += float(held_sm_s[batch["lane"] == name].sum())
         return self.made_outcome(
             tables, gpu=self.config.device.gpu, device_source=self.device.source, sm_seconds=self.gpu.sm_seconds(span_s, held),
             span_s=span_s, decision_wall_s=self.decision_wall_s, queue_integral_s=self.queue_integral_s,
