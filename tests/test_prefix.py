@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from copy import deepcopy
+
 import pytest
 
 from bullet.errors import TraceError
@@ -118,14 +121,68 @@ def test_a_plan_leaves_the_cache_as_it_is() -> None:
     a = request(0, 40)
     admit(kv, a)
     kv.free(a)
-    plan = kv.copy()
-    admit(plan, request(1, 80))
+    plan = kv.plan()
+    later = request(1, 80)
+    assert plan.admit(later, plan.hits(later), 80, 80)
     assert plan.used_blocks == 5
     assert kv.used_blocks == 0
     assert kv.hits(request(1, 40)) == [1, 2]
     kv.check()
     assert admit(kv, request(1, 80)) == 32
-    assert kv.tables == plan.tables  # what was planned is what is carried out
+    assert kv.tables[1] == plan.tables[1]  # what was planned is what is carried out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_is_a_copy_to_whom_it_is_done(seed: int) -> None:
+    """The same random changes to a plan and to a true copy: the same answers, and the cache beneath stays as it was."""
+    rng = random.Random(seed)
+    shared = {i: (rng.randrange(i), rng.randint(1, 3)) for i in range(1, 40)}
+    kv = PrefixKvCache(24, shared, caching=seed % 4 != 0)
+    requests = [request(i, rng.randint(48, 120)) for i in range(40)]
+    held: list[Request] = []
+
+    def change(caches: list[PrefixKvCache]) -> None:
+        if held and rng.random() < 0.4:
+            gone = held.pop(rng.randrange(len(held)))
+            for cache in caches:
+                cache.free(gone)
+        elif held and rng.random() < 0.5:
+            grown = rng.choice(held)
+            reach = 16 * len(caches[-1].tables[grown.id]) + rng.randint(1, 32)
+            assert len({cache.extend(grown, reach, reach) for cache in caches}) == 1
+        else:
+            new = rng.choice([r for r in requests if r not in held])
+            hits = [cache.hits(new) for cache in caches]
+            room = rng.randint(16 * len(hits[0]) + 1, new.prompt_tokens)
+            assert all(found == hits[0] for found in hits)
+            assert len({cache.cost(hits[0], room) for cache in caches}) == 1
+            if {cache.admit(new, hits[0], room, room) for cache in caches} == {True}:
+                held.append(new)
+
+    for _ in range(30):
+        for _ in range(rng.randint(0, 12)):
+            change([kv])
+        kv.check()
+        before, present, standing = deepcopy(kv), deepcopy(kv), held.copy()
+        plan = kv.plan()
+        for _ in range(rng.randint(1, 25)):
+            change([plan, present])
+            assert plan.free_blocks == present.free_blocks
+            assert [plan.tables[r.id] for r in held] == [present.tables[r.id] for r in held]
+        present.check()
+        held[:] = standing
+        assert all(getattr(kv, name) == getattr(before, name) for name in PrefixKvCache.__slots__)
+
+
+def test_a_plan_costs_what_it_touches() -> None:
+    kv = PrefixKvCache(100_000)
+    a = request(0, 40)
+    admit(kv, a)
+    plan = kv.plan()
+    assert plan.extend(a, 100, 100)
+    plan.free(a)
+    touched = [len(column.changed) for column in (plan.tables, plan._references, plan._key, plan._cached)]
+    assert max(*touched, len(plan._free.left), len(plan._free.tail)) <= 7
 
 
 @pytest.mark.parametrize(("shared", "message"), [

@@ -29,7 +29,7 @@ That is the default. Options bring back what a replay of a 0.19 run needs (docs/
 - ``resume``: ``front`` (the engine's way) or ``back`` of the queue for preempted requests.
 
 With any of them, blocks have names and ``running`` is the engine's own list, walked request by request (``_paged_step``).
-The walk is a rehearsal: it makes the allocations on a copy of the cache, and the driver makes the same ones on the real one.
+The walk is a rehearsal: it makes the allocations on a plan of the cache, and the driver makes the same ones on the real one.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Vllm:
         kv = state.blocks
         if growth <= kv.free_blocks and not self._may_admit(state, growth, budget):
             return HybridStep(self.sms, tuple(served), False) if served else Wait(reason="nothing fits")
-        plan = kv.copy()
+        plan = kv.plan()
         running = list(state.running)
         chunks: list[Chunk] = []
         victims: list[int] = []

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bullet.config import KV_BLOCK_TOKENS
 from bullet.errors import TraceError
@@ -63,6 +63,87 @@ def check_prefixes(shared: SharedPrefixes, prompt_tokens: Sequence[int], where: 
             raise TraceError(f"{where}: requests {request} and {donor} share {blocks} blocks: must be 1 to {most}")
 
 
+_GONE: Any = object()
+
+
+class _Overlay:
+    """A dict or list under changes that are kept apart from it."""
+
+    __slots__ = ("base", "changed")
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        self.changed: dict[Any, Any] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        value = self.changed.get(key)
+        if value is None:  # unchanged, or a key column's None
+            return self.base[key] if key not in self.changed else None
+        if value is _GONE:
+            raise KeyError(key)
+        return value
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        value = self.changed.get(key)
+        if value is None:
+            return self.base.get(key, default)
+        return default if value is _GONE else value
+
+    def __contains__(self, key: Any) -> bool:
+        return self.get(key) is not None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.changed[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        self.changed[key] = _GONE
+
+
+class _Tables(_Overlay):
+    """Requests' blocks: a list is copied when it is first asked for, as it may be written to."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: int) -> list[int]:
+        if key not in self.changed:
+            self.changed[key] = self.base[key].copy()
+        table: list[int] = super().__getitem__(key)
+        return table
+
+    def pop(self, key: int) -> list[int]:
+        table = self[key]
+        del self[key]
+        return table
+
+
+class _FreeQueue:
+    """The queue of free blocks: its head is read on from the queue beneath, its tail is kept apart."""
+
+    __slots__ = ("base", "left", "tail")
+
+    def __init__(self, base: OrderedDict[int, None]) -> None:
+        self.base = iter(base)
+        self.left: set[int] = set()  # taken out of the middle of the queue beneath
+        self.tail: OrderedDict[int, None] = OrderedDict()
+
+    def popitem(self, last: bool) -> tuple[int, None]:
+        assert not last
+        for block in self.base:
+            if block not in self.left:
+                self.left.add(block)
+                return block, None
+        return self.tail.popitem(last=False)
+
+    def __setitem__(self, block: int, value: None) -> None:
+        self.tail[block] = value
+
+    def __delitem__(self, block: int) -> None:
+        if block in self.tail:
+            del self.tail[block]
+        else:
+            self.left.add(block)
+
+
 class PrefixKvCache(KvCache):
     """Blocks ``1 .. total``. Free + referenced = all; cached blocks may be either."""
 
@@ -76,21 +157,26 @@ class PrefixKvCache(KvCache):
         self.tables: dict[int, list[int]] = {}
         self._shared = dict(shared or {})
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, total_blocks + 1))
-        self._references = [0] * (total_blocks + 1)
+        self._references: list[int] = [0] * (total_blocks + 1)
         self._key: list[Key | None] = [None] * (total_blocks + 1)
         # Blocks that hold a key's content, oldest first: the first is the one that is hit.
         self._cached: dict[Key, tuple[int, ...]] = {}
         self._entered: dict[int, int] = {}  # request id -> how many of its blocks are in the cache
 
-    def copy(self) -> PrefixKvCache:
-        """A copy to plan on."""
+    def plan(self) -> PrefixKvCache:
+        """This cache as it would become: what is done to it stays in the plan. Good until the cache itself changes.
+
+        It costs what is touched, whatever the cache's size: the columns are this cache's, seen through overlays.
+        """
         other = PrefixKvCache.__new__(PrefixKvCache)
         other.total_blocks, other.block_tokens, other.caching = self.total_blocks, self.block_tokens, self.caching
-        other.free_blocks, other.peak_blocks = self.free_blocks, self.peak_blocks
-        other.tables = {i: table.copy() for i, table in self.tables.items()}
-        other._shared = self._shared
-        other._free, other._references, other._key = self._free.copy(), self._references.copy(), self._key.copy()
-        other._cached, other._entered = self._cached.copy(), self._entered.copy()
+        other.free_blocks, other.peak_blocks, other._shared = self.free_blocks, self.peak_blocks, self._shared
+        overlay: Any = _Overlay
+        tables: Any = _Tables(self.tables)
+        free: Any = _FreeQueue(self._free)
+        other.tables, other._free = tables, free
+        other._references, other._key = overlay(self._references), overlay(self._key)
+        other._cached, other._entered = overlay(self._cached), overlay(self._entered)
         return other
 
     def key(self, request_id: int, index: int) -> Key:

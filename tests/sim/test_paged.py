@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -192,7 +193,7 @@ def test_a_recorded_run_replays_into_a_fresh_policy() -> None:
         nonlocal asked
         if kind == "next_step":
             lane, state, now, decision = what
-            before = state.blocks.copy()
+            before = deepcopy(state.blocks)
             assert policy.next_step(lane, state, now) == decision
             for name in PrefixKvCache.__slots__:
                 assert getattr(state.blocks, name) == getattr(before, name)
