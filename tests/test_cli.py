@@ -365,3 +365,16 @@ def test_a_users_two_lanes_hold_what_the_mechanism_grants(prefill: str, decode: 
                       f"        return {prefill} if lane == 'prefill' else {decode}\n")
     line = failing(capsys, "run", "--policy", f"{policy}:Odd", *FAST, "--out", str(tmp_path / "o"))
     assert words in line
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "1"), ("import numpy", None),
+                                               ("os.environ['OPENBLAS_NUM_THREADS'] = '3'", "3")])
+@pytest.mark.parametrize("command", ["sim", "run", "profile"])
+def test_a_command_loads_numpy_with_one_blas_thread(command: str, before: str, after: str | None) -> None:
+    """Set where it still has an effect and the user has not; never by the library."""
+    program = (f"import os; os.environ.pop('OPENBLAS_NUM_THREADS', None); {before or 'pass'}\n"
+               f"import bullet\nassert os.environ.get('OPENBLAS_NUM_THREADS') in (None, '3')\n"
+               f"from bullet.cli.{command} import main\n"
+               f"try: main(['--help'])\nexcept SystemExit: print(os.environ.get('OPENBLAS_NUM_THREADS'))")
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told[-1] == str(after)

@@ -193,6 +193,13 @@ def kept_text(folder: Path | None) -> str:
     return f"rows so far are kept in {folder}/ ({summary['finished']} of {summary['offered']} requests finished)"
 
 
+def one_blas_thread() -> None:
+    """Before a command loads numpy: no product here is worth OpenBLAS's threads. Joining them is the one wait at exit that no
+    signal ends, and where they cannot have memory OpenBLAS asks for it for ever. What the user has set stands."""
+    if "numpy" not in sys.modules:  # later it would only reach the children of whose process this is
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def guarded(program: str, args: argparse.Namespace) -> int:
     args.kept, args.stopped_by = None, signal.SIGINT
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bullet.cli.common import Parser, guarded
+from bullet.cli.common import Parser, guarded, one_blas_thread
 
 MEASURING = (("check", "prove each pair of SM partitions"), ("sweep", "measure alone and side by side"),
              ("gpu", "check, then sweep"), ("table", "a sweep's table from its rows"), ("compare", "do two sweeps agree?"))
@@ -16,6 +16,7 @@ MEASURING = (("check", "prove each pair of SM partitions"), ("sweep", "measure a
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``bullet-profile``; returns the exit status."""
+    one_blas_thread()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in dict(MEASURING):
         from bullet.cli import measure

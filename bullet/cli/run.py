@@ -24,6 +24,7 @@ from bullet.cli.common import (
     build_config,
     guarded,
     number,
+    one_blas_thread,
     print_paths,
     refuse_idle,
     watched,
@@ -105,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 decisions differ, 2 the user's to repair, 130 Ctrl-C, 143 SIGTERM."""
+    one_blas_thread()
     args = build_parser().parse_args(argv)
     with _terminates_as_interrupt(args):
         return guarded("bullet-run", args)

@@ -13,6 +13,7 @@ from bullet.cli.common import (
     add_workload_arguments,
     build_config,
     guarded,
+    one_blas_thread,
     print_paths,
     progress_bar,
     refuse_idle,
@@ -192,4 +193,5 @@ def _list(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``bullet-sim``."""
+    one_blas_thread()
     return guarded("bullet-sim", _sim_parser().parse_args(argv))

@@ -130,16 +130,17 @@ class Bullet:
         seqs, context = decodes = state.next_decode()
         beside = decodes if seqs else None
         popped: list[Request] = []
-        ttft: TtftForecast
+        ttft: TtftForecast | None
         if batch is not None:
             # P runs and goes on: satisfied = every request of P meets its TTFT SLO under the present split.
             total_tokens, layers_left = batch.total_tokens, batch.layers_left
-            ttft = running = RunningBatch(self.queue, state, batch, now_s, beside, layers_left / batch.num_layers, 0.0)
-            whole, margin_s = running.whole, ttft.margin(present)
+            ttft, deadline_s, share = None, batch.deadline_s, layers_left / batch.num_layers
+            whole = self.estimator.prefill_line(batch.tokens, beside)
+            margin_s = deadline_s - now_s - share * whole(present)
         else:
             # Otherwise satisfied = P90 over Q as it is before the pop, re-estimated after the sort.
             ranked = self.queue.sort(state, now_s, present)
-            ttft = PoppedBatch(self.queue, ranked, now_s)
+            ttft, deadline_s, share = PoppedBatch(self.queue, ranked, now_s), math.inf, 1.0
             margin_s = ttft.margin(present)
             popped = self.queue.pop(state, ranked, present if seqs else self.full)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
@@ -160,13 +161,21 @@ class Bullet:
             tpot_margin_s = state.decode_published.tpot_margin_s
             tpot_met = tpot_margin_s is None or tpot_margin_s >= 0 or not state.decode.size
             kv_full = len(state.queue.requests) > len(popped) and self.queue.kv_full(state, now_s, popped)
-            index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, kv_full, step, limit_s, ttft)
+            found = self._reduce_decode(state, step, limit_s) if tpot_met and not kv_full else None
+            if found is not None:
+                index, reason = found, REDUCE_DECODE
+            else:
+                if ttft is None:  # here and not before: ReduceDecodeSM, which does without, is the rule
+                    assert batch is not None
+                    ttft = RunningBatch(self.queue, state, batch, now_s, beside, share, 0.0, whole)
+                index, reason = self._choose(state, now_s, margin_s >= 0, tpot_met, kv_full, step, limit_s, ttft)
             target = self._partitions[index]
             sms = target.prefill_sms
-            if (reason == REDUCE_DECODE and DECODE not in state.in_flight and ttft.margin(index) < 0
-                    and whole(self.full) * layers / state.num_layers <= self._delay(now_s, step.at(index), limit_s)):
-                # These layers have the device to themselves, as they end by decode's latest start.
-                sms, index, reason = self.num_sms, self.full, DELAYED
+            if reason == REDUCE_DECODE and DECODE not in state.in_flight:
+                spare_s = deadline_s - now_s - share * whole(index) if ttft is None else ttft.margin(index)
+                if spare_s < 0 and whole(self.full) * layers / state.num_layers <= self._delay(now_s, step.at(index), limit_s):
+                    # These layers have the device to themselves, as they end by decode's latest start.
+                    sms, index, reason = self.num_sms, self.full, DELAYED
         return _new(PrefillStep, (sms, layers, admit, whole(index) * layers / state.num_layers, _new(Published, (margin_s, None)),
                                   target, (), reason))
 
@@ -196,7 +205,11 @@ class Bullet:
             kv_full = bool(state.queue.requests) and self.queue.kv_full(state, now_s, [])
             ttft_margin_s = state.prefill_published.ttft_margin_s
             ttft_met = ttft_margin_s is None or ttft_margin_s >= 0
-            index, reason = self._choose(state, now_s, ttft_met, tpot_margin_s >= 0, kv_full, step, limit_s, ttft)
+            found = self._reduce_decode(state, step, limit_s) if tpot_margin_s >= 0 and not kv_full else None
+            if found is not None:
+                index, reason = found, REDUCE_DECODE
+            else:
+                index, reason = self._choose(state, now_s, ttft_met, tpot_margin_s >= 0, kv_full, step, limit_s, ttft)
             step_s = step.at(index)
             if self._tail_is_short(state, ttft.left(index), index, step_s, kv_full):
                 full_s = step.at(self.full)
@@ -225,28 +238,29 @@ class Bullet:
 
     # ---- the branches of Algorithm 1 -------------------------------------------------------------
 
+    def _reduce_decode(self, state: SystemState, step: StepForecast, limit_s: float) -> int | None:
+        """ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO."""
+        if self.fixed is not None:
+            return None
+        present = self._present_decode(state)
+        return step.first_within(limit_s if limit_s < self.cap_s else self.cap_s, self.floor,
+                                 present if present < self.full else self.full - 1)
+
     def _choose(self, state: SystemState, now_s: float, ttft_met: bool, tpot_met: bool, kv_full: bool, step: StepForecast,
                 limit_s: float, ttft: TtftForecast) -> tuple[int, str]:
-        """Index of the split, and the branch that chose it."""
+        """Index of the split and the branch that chose it, where ReduceDecodeSM found none."""
         if self.fixed is not None:
             return self.fixed, "fixed"
         if kv_full:
             return self._free_kv(ttft), "kv-full"
-        if limit_s > self.cap_s:
-            limit_s = self.cap_s
         if tpot_met:
-            # ReduceDecodeSM: the smallest d, not above the present one, that keeps P90(tpot) within its SLO.
             present = self._present_decode(state)
-            last = present if present < self.full else self.full - 1
-            found = step.first_within(limit_s, self.floor, last)
-            if found is not None:
-                return found, REDUCE_DECODE
             if self.floor <= present < self.full:
                 return present, "keep"
         elif ttft_met:
             # ReducePrefillSM: the largest p that meets both; if none, the smallest p that keeps TTFT.
             in_time = ttft.met(self.floor, self.full)
-            both = (step.all()[self.floor : self.full] <= limit_s) & in_time
+            both = (step.all()[self.floor : self.full] <= min(limit_s, self.cap_s)) & in_time
             first = int(both.argmax())
             if both[first]:
                 return self.floor + first, "reduce-prefill"

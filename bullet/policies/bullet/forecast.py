@@ -54,11 +54,12 @@ class RunningBatch:
     __slots__ = ("batch", "beside", "flying_s", "now_s", "queue", "share", "state", "whole")
 
     def __init__(self, queue: ServiceOrder, state: SystemState, batch: PrefillBatch, now_s: float,
-                 beside: tuple[int, int] | None, share: float, flying_s: float) -> None:
+                 beside: tuple[int, int] | None, share: float, flying_s: float,
+                 whole: Callable[[int], float] | None = None) -> None:
         self.queue, self.state, self.batch, self.now_s = queue, state, batch, now_s
         self.beside, self.share, self.flying_s = beside, share, flying_s
         #: Seconds of all its layers under one split, by its index.
-        self.whole = queue.estimator.prefill_line(batch.tokens, beside)
+        self.whole = queue.estimator.prefill_line(batch.tokens, beside) if whole is None else whole
 
     def left(self, index: int) -> float:
         """Seconds until P is done under one split."""
