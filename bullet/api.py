@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bullet import policies as known_policies
-from bullet.config import RunConfig, load_run_config, to_toml
+from bullet.config import Config, RunConfig, configuration, to_toml
 from bullet.devices.base import Device
 from bullet.devices.load import load_device
-from bullet.errors import ConfigError, ResultsError, UnknownOptionError
+from bullet.errors import ConfigError, ResultsError
 from bullet.files import create_folder, safe_name, write_text
+from bullet.policies.sharing import share_options
 from bullet.results import folder as folders
 from bullet.results import metrics, page, plots, tables
 from bullet.results.columns import RequestTable, RunOutcome, StepTable, Table
@@ -32,9 +33,6 @@ from bullet.workload.report import run_lines
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-Config = RunConfig | Mapping[str, Any] | str | Path
-"""A configuration: whole, or keys over the defaults (dotted as of ``--set``, or nested as in a file), or a TOML file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,22 +123,6 @@ def plot_comparison(runs: Sequence[Run]) -> Figure:
 
 
 # ------------------------------------------------------------------------------------------- running, reading
-
-
-def configuration(config: Config) -> RunConfig:
-    """A whole configuration of what :data:`Config` may be; :class:`ConfigError` names the key that is wrong."""
-    if isinstance(config, RunConfig):
-        return config
-    if isinstance(config, Mapping):
-        return load_run_config(None, _dotted(config))
-    return load_run_config(config)
-
-
-def _dotted(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return flat
 
 
 def simulate(config: Config, *, out: str | Path | None = None, report: bool = True, watch: Watch = unwatched,
@@ -245,29 +227,6 @@ def prepare(configs: Sequence[RunConfig],
         shares = any(config.policy.options.get("prefix_cache") for config in configs)
         say("\n".join(run_lines(workload, configs[0].workload, shares_prefixes=shares)) + "\n")
     return list(configs), workload, device
-
-
-def share_options(configs: Sequence[RunConfig], build: Callable[[RunConfig], object]) -> list[RunConfig]:
-    """Each policy of a comparison with those of the options that it has; an option that none has is refused."""
-    shared: list[RunConfig] = []
-    refusals: dict[str, list[str]] = {}
-    for config in configs:
-        fitting: RunConfig | None = None
-        while fitting is None:
-            try:
-                build(config)
-                fitting = config
-            except UnknownOptionError as exc:
-                if exc.option not in config.policy.options:
-                    raise
-                refusals.setdefault(exc.option, []).append(str(exc))
-                options = {name: value for name, value in config.policy.options.items() if name != exc.option}
-                config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, options=options))
-        shared.append(fitting)
-    for messages in refusals.values():
-        if len(messages) == len(configs):
-            raise ConfigError("; ".join(messages))
-    return shared
 
 
 def option_notes(configs: Sequence[RunConfig]) -> list[str]:

@@ -286,6 +286,27 @@ def load_run_config(path: str | Path | None = None, overrides: Mapping[str, Any]
     return from_mapping(RunConfig, raw, "configuration" if overrides else where)
 
 
+Config = RunConfig | Mapping[str, Any] | str | Path
+"""A configuration: whole, or keys over the defaults (dotted as of ``--set``, or nested as in a file), or a TOML file."""
+
+
+def configuration(config: Config) -> RunConfig:
+    """A whole configuration of what :data:`Config` may be; :class:`ConfigError` names the key that is wrong."""
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, Mapping):
+        return load_run_config(None, dotted(config))
+    return load_run_config(config)
+
+
+def dotted(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys; an empty table is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return flat
+
+
 def parse_set(text: str) -> tuple[str, Any]:
     """``a.b=c`` of ``--set``: the value is TOML if it parses as such (numbers, booleans, lists), else a string."""
     key, sep, value = text.partition("=")

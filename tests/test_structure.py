@@ -20,7 +20,8 @@ TEXT = PAGE.read_text(encoding="utf-8")
 SIMULATOR = {"sim"}
 REAL = {"engine", "profiler", "runtime", "kernels", "gpu"}
 HOMES = {"simpy": {"sim"}, "torch": {"engine", "profiler", "runtime", "kernels", "gpu"}, "triton": {"kernels"},
-         "matplotlib": {"results", "api"}, "scipy": {"profiles"}, "sklearn": {"profiles"}, "pandas": {"api"}}
+         "matplotlib": {"results", "api"}, "scipy": {"profiles"}, "sklearn": {"profiles"}, "pandas": {"api"},
+         "joblib": {"sweeps"}, "ray": {"sweeps"}}
 """Which wings may import what is dear to load, at the top or anywhere."""
 
 def circles(imports: Imports) -> list[str]:

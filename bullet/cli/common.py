@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -82,12 +82,13 @@ FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "wo
          "seed": "seed", "policy": "policy.name"}
 
 
-def build_config(args: argparse.Namespace) -> RunConfig:
-    """Defaults, file, flags, --set, in that order; a flag that the rest makes meaningless is refused, not ignored."""
+def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None) -> RunConfig:
+    """Defaults, file (or ``base``, dotted keys), flags, --set, in that order; a flag that the rest makes meaningless is refused,
+    not ignored."""
     from bullet.config import load_run_config, parse_set
     from bullet.errors import ConfigError
 
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = dict(base or {})
     for flag, key in FLAGS.items():
         value = getattr(args, flag, None)
         if value is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bullet.cli import sweep
 from bullet.cli.common import (
     RUN_FILES,
     Parser,
@@ -36,6 +37,8 @@ EXAMPLES = """examples:
       a scheduler of your own; any key of the configuration by --set
   bullet-sim compare --policies bullet,bullet-literal,vllm-1024 --set policy.options.decode_floor=0.2
       an option goes to the policies that have it
+  bullet-sim sweep --policies bullet,vllm-1024 --rates 2:8:0.5 --seeds 8
+      a grid of runs over all cores, cached; means over seeds with their intervals
   bullet-sim validate rtx4090
       a recorded run of vLLM on an RTX 4090, replayed: simulated beside measured
   bullet-sim validate serving
@@ -49,7 +52,8 @@ def _sim_parser() -> argparse.ArgumentParser:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
     parser = Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
-    commands = parser.add_subparsers(dest="command", metavar="run | compare | inspect | validate | list", required=True)
+    commands = parser.add_subparsers(dest="command", required=True,
+                                     metavar="run | compare | sweep | goodput | inspect | validate | list")
     common = Parser(add_help=False)
     add_workload_arguments(common)
     common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
@@ -88,6 +92,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     check.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
     check.add_argument("--quiet", action="store_true", help="no progress bar")
     check.set_defaults(handler=_validate)
+    sweep.add_commands(commands, common)
     add_inspect(commands)
     listing = commands.add_parser("list", help="what is built in", description="Show what is built in.")
     listing.set_defaults(handler=_list)

@@ -298,6 +298,33 @@ def plot_validation(requests: Mapping[str, Mapping[str, NDArray[np.float64]]],
     return figure
 
 
+def plot_bands(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, float, float | None]]]]], x: str,
+               title: str) -> Figure:
+    """A panel a figure, a curve a system: points (x, mean, half the width of the mean's interval or ``None``), a band where there
+    is one."""
+    rows = (len(panels) + 2) // 3
+    figure = _figure(11.5, 0.6 + 2.9 * rows)
+    names = list(dict.fromkeys(name for _, curves in panels for name in curves))
+    for axes, (label_text, curves) in zip(figure.subplots(rows, 3, squeeze=False).ravel(), panels, strict=False):
+        for name, points in curves.items():
+            index = names.index(name)
+            colour = COLOURS[index % len(COLOURS)]
+            at, mean = [p[0] for p in points], np.array([p[1] for p in points])
+            axes.plot(at, mean, color=colour, linestyle=STYLES[index // len(COLOURS) % len(STYLES)], marker="o", markersize=3,
+                      linewidth=1.5, label=name)
+            half = np.array([0.0 if p[2] is None else p[2] for p in points])
+            if half.any():
+                axes.fill_between(at, mean - half, mean + half, color=colour, alpha=0.18, linewidth=0)
+        _tidy(axes, x, label_text)
+    for axes in figure.axes[len(panels):]:
+        axes.remove()
+    if names != [""]:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(names)),
+                      fontsize=8.5, frameon=False)
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
 def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Figure:
     """Simulated over measured against measured seconds, a colour a group; the band is 10 % either way."""
     figure = _figure(9, 4.6)
