@@ -92,13 +92,14 @@ def attended(model: ModelSpec, pieces: Sequence[tuple[int, int]]) -> tuple[float
     return (1 - share) * pairs + share * within, (1 - share) * context + share * read
 
 
-def decoded_context(model: ModelSpec, num_seqs: int, context_tokens: float) -> float:
-    """Context tokens that decodes read in the mean layer. In layers with a window at most that many each, taken of the mean
-    context: where some contexts are shorter than the window and others longer, that is an upper bound."""
+def decoded_context(model: ModelSpec, num_seqs: int, context_tokens: float, within_tokens: float | None = None) -> float:
+    """Context tokens that decodes read in the mean layer. In layers with a window at most that many each: ``within_tokens``, or
+    taken of the mean context, an upper bound where some contexts are shorter than the window and others longer."""
     if not model.window_layers:
         return context_tokens
     share = model.window_layers / model.num_layers
-    return (1 - share) * context_tokens + share * min(context_tokens, num_seqs * model.window_tokens)
+    within = min(context_tokens, num_seqs * model.window_tokens) if within_tokens is None else within_tokens
+    return (1 - share) * context_tokens + share * within
 
 
 def prefill_attention(model: ModelSpec, pieces: Sequence[tuple[int, int]], tensor_parallel: int = 1) -> KernelWork:

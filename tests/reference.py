@@ -17,16 +17,35 @@ from bullet.state import (
     PREFILL,
     DecodeStep,
     InFlight,
-    KvCache,
     Partition,
     PrefillStep,
     Published,
     Request,
     SystemState,
     Wait,
+    kv_cache_of,
 )
 
 BLOCK = 16
+
+
+def pages(model: Any, cached: int) -> int:
+    """Blocks that a sequence of so many tokens holds: a token's position divisible by 16 begins one in each group of layers;
+    those with a window keep the last that the window can reach into."""
+    _, full, window = model.kv_groups
+    begun = len(range(0, cached, BLOCK))
+    reach = len(range(0, model.window_tokens, BLOCK)) + 1
+    return full * begun + window * min(begun, reach)
+
+
+def units(model: Any) -> int:
+    """Blocks that begin with such a token while no window is full."""
+    return pages(model, 1)
+
+
+def told(model: Any, contexts: list[int]) -> dict[str, int]:
+    """What a device is told of decodes' contexts beside their sum."""
+    return {"within_tokens": sum(min(c, model.window_tokens) for c in contexts)} if model.window_layers else {}
 
 
 @dataclass
@@ -41,13 +60,14 @@ class Walk:
     tokens: list[float] = field(default_factory=list)
     preemptions: int = 0
     prefilled: bool = False
+    model: Any = None
 
     @property
     def known(self) -> int:
         return self.prompt + len(self.tokens)
 
     def blocks(self, cached: int) -> int:
-        return -(-cached // BLOCK)
+        return pages(self.model, cached)
 
 
 class Chunked:
@@ -55,6 +75,7 @@ class Chunked:
 
     def __init__(self, device: Any, blocks: int, budget: int) -> None:
         self.device, self.total, self.budget = device, blocks, budget
+        self.page = BLOCK / units(device.model)  # tokens that a block is worth
         self.waiting: list[Walk] = []
         self.running: list[Walk] = []
         self.held: dict[int, int] = {}  # blocks that each running request holds
@@ -84,7 +105,7 @@ class Chunked:
         raise NotImplementedError
 
     def run(self, rows: list[tuple[float, int, int]]) -> list[Walk]:
-        everyone = [Walk(i, *row) for i, row in enumerate(rows)]
+        everyone = [Walk(i, *row, model=self.device.model) for i, row in enumerate(rows)]
         coming, now = list(everyone), 0.0
         while coming or self.waiting or self.running:
             if not self.waiting and not self.running:
@@ -92,20 +113,20 @@ class Chunked:
             while coming and coming[0].arrival <= now:
                 self.waiting.append(coming.pop(0))
             plan = self.schedule()
-            pieces, seqs, context, logits = [], 0, 0, 0
+            pieces, contexts, logits = [], [], 0
             for r in self.running:
                 new = plan.get(r.id, 0)
                 if not new:
                     continue
                 if self.decoding(r):
-                    seqs += 1
-                    context += r.computed + 1
+                    contexts.append(r.computed + 1)
                     logits += 1
                 else:
                     pieces.append((new, r.computed))
                     logits += r.computed + new == r.known
             assert plan, f"nothing to do at {now}"
-            work = self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits)
+            work = self.device.hybrid_work(pieces, len(contexts), sum(contexts), logits_seqs=logits,
+                                           **told(self.device.model, contexts))
             now += self.device.solo_seconds(work, self.device.num_sms)
             self.last_end = now
             for r in list(self.running):
@@ -136,7 +157,7 @@ class VllmWalk(Chunked):
             new = min(r.known - r.computed, left)
             if new == 0:
                 break
-            needed = r.blocks(max(r.computed + new, BLOCK * self.held[r.id])) - self.held[r.id]
+            needed = max(r.blocks(r.computed + new) - self.held[r.id], 0)
             out = False
             while needed > self.free():
                 tail = self.running[-1]
@@ -180,15 +201,15 @@ class SglangWalk(Chunked):
             self.full = False
             if not pending and self.rested():
                 self.ratio = 0.7
-        grow = [r for r in decodes if r.blocks(r.computed + 1) > self.held[r.id]]
-        if self.mixed and len(grow) > self.free():
+        growth = sum(r.blocks(r.computed + 1) - self.held[r.id] for r in decodes)
+        if self.mixed and growth > self.free():
             return self.retract(decodes)
         if pending or (self.waiting and not self.full):
-            plan = self.chunks(decodes, len(grow) if self.mixed else 0)
+            plan = self.chunks(decodes, growth if self.mixed else 0)
             if plan:
                 self.prefilled = True
                 return plan | (self.decode(decodes) if self.mixed else {})
-        if len(grow) > self.free():
+        if growth > self.free():
             return self.retract(decodes)
         if len(decodes) < self.full_with:
             self.full = False
@@ -224,7 +245,7 @@ class SglangWalk(Chunked):
             if len(decodes) + len(plan) >= 2048 or r.blocks(r.known) > room:
                 self.full = True
             elif decodes or plan:
-                self.full = r.known + 512 >= room * BLOCK - aside
+                self.full = r.known + 512 >= room * self.page - aside
             if self.full or (plan and r.known >= prefill_left) or left <= 0:
                 break
             self.admit(r)
@@ -233,7 +254,7 @@ class SglangWalk(Chunked):
             prefill_left -= plan[r.id]
             if plan[r.id] == r.known:
                 aside += 512
-            if (self.free() - growth) * BLOCK <= aside:
+            if (self.free() - growth) * self.page <= aside:
                 self.full = True
                 break
             if left <= 0 or prefill_left <= 0:
@@ -247,7 +268,7 @@ class SglangWalk(Chunked):
         stay = sorted(decodes, key=lambda r: (-len(r.tokens), r.prompt))
         out: list[Walk] = []
         free = self.free()
-        while len(stay) > 1 and (not out or free * BLOCK < 20 * len(stay)):
+        while len(stay) > 1 and (not out or free * self.page < 20 * len(stay)):
             out.append(stay.pop())
             free += self.held[out[-1].id]
         for r in out:
@@ -268,7 +289,8 @@ class NaiveDecodeBatch:
     block_tokens = BLOCK
     changes = ()  # it remembers none
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.made: dict[int, int] = {}
@@ -287,8 +309,8 @@ class NaiveDecodeBatch:
     def generated(self, r: Request) -> int:
         return self.made[r.id]
 
-    def needs_block(self, r: Request) -> bool:
-        return len(self.tokens[r.id]) % BLOCK == 0
+    def growth_of(self, r: Request) -> int:
+        return pages(self.model, self.cached(r) + 1) - pages(self.model, self.cached(r))
 
     @property
     def cached_tokens(self) -> int:
@@ -300,7 +322,7 @@ class NaiveDecodeBatch:
 
     @property
     def growth_blocks(self) -> int:
-        return sum(self.needs_block(r) for r in self.requests.values())
+        return sum(self.growth_of(r) for r in self.requests.values())
 
     @property
     def first_token_s(self) -> np.ndarray:
@@ -338,17 +360,17 @@ class NaiveDecodeBatch:
 class NaiveState(SystemState):
     """The transitions of SystemState over the naive batch."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, model: Any, *args: Any) -> None:
         super().__init__(*args)
-        self.decode = NaiveDecodeBatch()  # type: ignore[assignment]
+        self.decode = NaiveDecodeBatch(model)  # type: ignore[assignment]
 
     def end_hybrid_decode(self, finished: Any) -> None:
         self.decode.step()  # type: ignore[attr-defined]
         super().end_hybrid_decode(finished)
 
 
-def held_blocks(state: SystemState) -> int:
-    """Blocks that each request holds, found by walking all that hold any: a token's position divisible by 16 begins one.
+def held_blocks(model: Any, state: SystemState) -> int:
+    """Blocks that each request holds, found by walking all that hold any.
 
     A decode in flight holds room for the token that it computes, an admitted prompt for all its tokens.
     """
@@ -356,14 +378,15 @@ def held_blocks(state: SystemState) -> int:
     cached = [state.decode.cached(r) + decoding for r in state.decode.requests.values()]
     cached += [r.known_tokens - 1 for r in state.ready]
     cached += [r.known_tokens for r in state.prefill.requests] if state.prefill is not None else []
-    return sum(len(range(0, tokens, BLOCK)) for tokens in cached)
+    return sum(pages(model, tokens) for tokens in cached)
 
 
 def two_lane(policy: Any, device: Any, splits: Any, blocks: int, rows: list[tuple[float, int, int]], slo_s: float,
              delay_s: float, reconfigure_s: float) -> dict[int, tuple[list[float], int]]:
     """Token times and preemptions by request."""
     n = splits.num_sms
-    state = NaiveState(splits, KvCache(blocks), device.model.num_layers, Partition(n, n))
+    model = device.model
+    state = NaiveState(model, splits, kv_cache_of(model, blocks * BLOCK), model.num_layers, Partition(n, n))
     tokens: dict[int, list[float]] = {i: [] for i in range(len(rows))}
     requests: dict[int, Request] = {}
     arrived = finished = 0
@@ -454,11 +477,12 @@ def two_lane(policy: Any, device: Any, splits: Any, blocks: int, rows: list[tupl
             else:
                 assert isinstance(step, DecodeStep)
                 state.begin_decode(step, now)
-                work = device.decode_work(len(state.decode), state.decode.context_tokens)
+                contexts = [state.decode.cached(r) + 1 for r in state.decode.requests.values()]
+                work = device.decode_work(len(contexts), sum(contexts), **told(model, contexts))
             extra = reconfigure_s if last_sms.get(lane, step.sms) != step.sms else 0.0
             last_sms[lane] = step.sms
             flights[lane] = {"step": step, "work": work, "sms": step.sms, "left": 1.0, "start": now, "extra": extra}
             state.in_flight[lane] = InFlight(step, now)
         durations()
-        assert state.kv.used_blocks == held_blocks(state), f"at {now}"
+        assert state.kv.used_blocks == held_blocks(model, state), f"at {now}"
     return {i: (tokens[i], requests[i].preemptions) for i in tokens}

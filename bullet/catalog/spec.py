@@ -92,6 +92,17 @@ class ModelSpec:
         return self.kv_lora_rank + self.rope_dim if self.kv_lora_rank else 2 * self.num_kv_heads * self.head_dim
 
     @property
+    def kv_groups(self) -> tuple[int, int, int]:
+        """Layers of a group in the KV cache, and groups of layers without and with a window. As vLLM's hybrid KV cache manager
+        groups them: as many layers a group as the rarer kind has, the last group of the other kind padded; one group of each kind
+        where the one has less than half as many again."""
+        window = self.window_layers
+        full = self.num_layers - window
+        few, many = sorted((full, window))
+        size = many if many < 1.5 * few or not few else few
+        return size, -(-full // size), -(-window // size)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token adds to the KV cache over all layers, as long as it lies in every window."""
         return self.num_layers * self.kv_values_per_token * self.kv_bytes

@@ -77,7 +77,7 @@ class DeviceModel(Device):
         self._context_op_s = 0.0
         if model.kv_lora_rank:
             self._context_op_s = (one.flops - empty.flops) * self._op_s / c.prefill_attention_efficiency
-        self._windowed = model.window_layers > 0
+        self.asks_within = self._windowed = model.window_layers > 0
         self._speed = work_model.gemm_speed(model, gpu)
         self._host_gap_s = c.host_gap_s
         self._num_layers = model.num_layers
@@ -111,7 +111,7 @@ class DeviceModel(Device):
     def prefill_work(self, pieces: Sequence[tuple[int, int]], layers: int, *, logits_seqs: int) -> FittedWork:
         return self._work(pieces, 0, 0, layers, logits_seqs)
 
-    def decode_work(self, num_seqs: int, context_tokens: int) -> FittedWork:
+    def decode_work(self, num_seqs: int, context_tokens: int, within_tokens: int | None = None) -> FittedWork:
         # As _work((), num_seqs, context_tokens, num_layers, num_seqs), written out: it runs at every iteration.
         dense, head = self._dense.get(num_seqs), self._heads.get(num_seqs)
         if dense is None:
@@ -121,7 +121,7 @@ class DeviceModel(Device):
         layers = self._num_layers
         context: float = context_tokens
         if self._windowed:
-            context = work_model.decoded_context(self.model, num_seqs, context_tokens)
+            context = work_model.decoded_context(self.model, num_seqs, context_tokens, within_tokens)
         moved = self._query_bytes * num_seqs + self._context_bytes * context
         block_s = self._decode_seq_s
         if self._context_op_s:
@@ -131,13 +131,13 @@ class DeviceModel(Device):
             self._decode_fixed_s, self._host_gap_s, layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
-                    logits_seqs: int, layers: int | None = None) -> FittedWork:
-        return self._work(pieces, num_seqs, context_tokens, layers or self._num_layers, logits_seqs)
+                    logits_seqs: int, layers: int | None = None, within_tokens: int | None = None) -> FittedWork:
+        return self._work(pieces, num_seqs, context_tokens, layers or self._num_layers, logits_seqs, within_tokens)
 
     def _work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, layers: int,
-              logits_seqs: int) -> FittedWork:
+              logits_seqs: int, within_tokens: int | None = None) -> FittedWork:
         if not pieces and layers == self._num_layers and logits_seqs == num_seqs:
-            return self.decode_work(num_seqs, context_tokens)
+            return self.decode_work(num_seqs, context_tokens, within_tokens)
         attention: tuple[Term, ...] = ()
         tokens, fixed_s, bytes_ = num_seqs, 0.0, 0.0
         if pieces:
@@ -161,7 +161,7 @@ class DeviceModel(Device):
         if num_seqs:
             read: float = context_tokens
             if self._windowed:
-                read = work_model.decoded_context(self.model, num_seqs, context_tokens)
+                read = work_model.decoded_context(self.model, num_seqs, context_tokens, within_tokens)
             moved = self._query_bytes * num_seqs + self._context_bytes * read
             # Split-KV cuts a sequence into as many blocks as fill the device: N a sequence, so waves do not show.
             block_s = self._decode_seq_s + self._context_op_s * read / (self.num_sms * num_seqs)

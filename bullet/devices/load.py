@@ -22,12 +22,18 @@ from bullet.errors import ConfigError
 
 
 def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> int:
-    """KV capacity in tokens, whole blocks: memory x utilisation less weights and reserve, per GPU of the group."""
+    """KV capacity in tokens, whole blocks: memory x utilisation less weights and reserve, per GPU of the group.
+
+    Where layers have a window, tokens that would fit if all layers kept them, padding of the groups included, as vLLM prints it:
+    a window's layers keep fewer, so that more fit (:class:`~bullet.state.kv.WindowedKvCache`).
+    """
     tp = config.tensor_parallel
     usable = gpu.mem_bytes * config.memory_utilization - model.weight_bytes / tp - config.reserve_bytes
     # With more GPUs than KV heads each holds one whole head: the heads are repeated. A latent is one for all heads.
-    bytes_per_token = model.kv_bytes_per_token / (1 if model.kv_lora_rank else min(tp, model.num_kv_heads))
-    tokens = int(usable // bytes_per_token) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    group_layers, full, window = model.kv_groups
+    bytes_per_token = model.kv_bytes_per_token // model.num_layers * group_layers / (
+        1 if model.kv_lora_rank else min(tp, model.num_kv_heads))
+    tokens = int(usable // bytes_per_token) // KV_BLOCK_TOKENS // (full + window) * KV_BLOCK_TOKENS
     if tokens < KV_BLOCK_TOKENS:
         raise ConfigError(f"model {model.name} needs {model.weight_bytes / 2**30:.1f} GiB of weights: {tp} x {gpu.name} "
                           f"({gpu.mem_bytes / 2**30:.0f} GiB each) leave no room for KV; raise device.tensor_parallel")

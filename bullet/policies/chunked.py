@@ -112,18 +112,20 @@ class Sglang:
             aside += self.new_tokens if new == lacking else 0
         if not state.queue.requests:
             return tuple(chunks)
-        free_tokens = (kv.free_blocks - (decode.growth_blocks if self.mixed else 0)) * kv.block_tokens
+        free = kv.free_blocks - (decode.growth_blocks if self.mixed else 0)
+        free_tokens = free * kv.tokens_a_block
         # For who runs: first as if nobody had made a token yet. Requests are counted only where that would refuse.
         running, counted = self.ratio * self.new_tokens * decode.size, False
         room = self.max_running - decode.size - len(chunks)
         full = False
         for request in _by_queueing(state.queue.requests):
             known = request.known_tokens
-            tokens = kv.blocks_for(known) * kv.block_tokens
+            blocks = kv.blocks_for(known)
+            tokens = blocks * kv.tokens_a_block
             if not counted and known + self.new_tokens >= free_tokens - tokens - aside - running:
                 running, counted = self._set_aside(state), True
             alone = not decode.size and not chunks  # whatever fits at all is served, or it would wait for ever
-            full = room <= 0 or tokens > free_tokens or (
+            full = room <= 0 or blocks > free or (
                 not alone and known + self.new_tokens >= free_tokens - aside - running)
             if full or (known >= input_left and chunks) or budget <= 0:
                 break
@@ -132,7 +134,8 @@ class Sglang:
             budget -= new
             input_left -= new
             room -= 1
-            free_tokens -= tokens
+            free -= blocks
+            free_tokens = free * kv.tokens_a_block
             aside += self.new_tokens if new == known else 0
             full = free_tokens <= aside + running
             if full or budget <= 0 or input_left <= 0:
@@ -156,11 +159,11 @@ class Sglang:
         free = kv.free_blocks
         headroom = max(self.retract_steps, kv.block_tokens)  # no less than the next step's blocks can be
         victims: list[Request] = []
-        while len(ranked) > 1 and (not victims or free * kv.block_tokens < headroom * len(ranked)):
+        while len(ranked) > 1 and (not victims or free * kv.tokens_a_block < headroom * len(ranked)):
             victim = ranked.pop()
             free += kv.blocks_for(decode.cached(victim))
             victims.append(victim)
-        if len(ranked) == 1 and decode.needs_block(ranked[0]) and free < 1:
+        if len(ranked) == 1 and decode.growth_of(ranked[0]) > free:
             # A mixed batch's pending prompt holds the rest of the cache: it goes too.
             assert state.chunked, f"{ranked[0]} outgrew the KV cache of {kv.total_blocks} blocks"
             victims.extend(reversed(state.chunked))

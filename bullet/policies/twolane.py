@@ -6,7 +6,7 @@ from bullet.state import Request, SystemState
 
 
 def fits(state: SystemState, request: Request, taken_blocks: int = 0) -> bool:
-    """Whether a whole prompt fits now, after ``taken_blocks`` more, with a block to grow for each running sequence.
+    """Whether a whole prompt fits now, after ``taken_blocks`` more, with room to grow for each running sequence.
 
     Without that headroom an admitted prompt would be preempted by the very next iterations. An idle system needs none:
     whatever fits at all is admitted, so nothing waits for ever.
@@ -17,7 +17,7 @@ def fits(state: SystemState, request: Request, taken_blocks: int = 0) -> bool:
     running = state.decode_seqs
     if running == 0 and state.prefill is None and taken_blocks == 0:
         return blocks <= free
-    return blocks + running + 1 <= free
+    return blocks + (running + 1) * kv.block_units <= free
 
 
 def decode_victims(state: SystemState) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def decode_victims(state: SystemState) -> tuple[int, ...]:
         inside = request.id in decode.requests
         cached = decode.cached(request) if inside else request.known_tokens - 1
         free += kv.blocks_for(cached)
-        needed -= cached % kv.block_tokens == 0
+        needed -= kv.growth(cached)
         victims.append(request.id)
         if needed <= free:
             break

@@ -99,7 +99,7 @@ class Vllm:
             if budget == 0 or slots == 0:
                 break
             known = request.known_tokens
-            blocks = -(-known // kv.block_tokens)
+            blocks = kv.blocks_for(known)
             if blocks > free:
                 break
             new = known if known < budget else budget
@@ -120,7 +120,7 @@ class Vllm:
         victims: list[int] = []
         while served < len(decodes):
             request = decodes[served]
-            needed = int(decode.needs_block(request))
+            needed = decode.growth_of(request)
             while needed > free:
                 tail = (chunked or decodes).pop()
                 held = decode.cached(tail) if tail.id in decode.requests else tail.known_tokens

@@ -37,7 +37,7 @@ class Bookkeeping:
     source = "simulated"
     state: SystemState
 
-    def __init__(self, config: RunConfig, workload: Workload, policy: Any, splits: SplitTable, kv_blocks: int,
+    def __init__(self, config: RunConfig, workload: Workload, policy: Any, splits: SplitTable, kv: KvCache,
                  num_layers: int, sink: RowSink, longest_tokens: int, progress: Callable[[int], None] | None,
                  record: Recorder | None) -> None:
         names = self.names = tuple(policy.lanes)
@@ -52,7 +52,7 @@ class Bookkeeping:
         self._pack = sink.pack if isinstance(sink, ListSink) else None
         self._write_step, self._observe = sink.step, policy.observe  # bound once: they are called at every step
         self.num_sms = num_sms = splits.num_sms
-        self.state = SystemState(splits, KvCache(kv_blocks), num_layers, Partition(num_sms, num_sms))
+        self.state = SystemState(splits, kv, num_layers, Partition(num_sms, num_sms))
         self.longest_tokens = longest_tokens
         self.workload_source = workload.source
         # Views: an element comes as fast as a list's, as a number of Python's, and a million cost no memory.

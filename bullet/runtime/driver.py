@@ -41,6 +41,7 @@ from bullet.state import (
     Decision,
     DecodeStep,
     HybridStep,
+    KvCache,
     PrefillStep,
     Request,
     SplitTable,
@@ -143,8 +144,8 @@ class Replay(Bookkeeping):
                  prompts: Callable[[int], Sequence[int]], *, clock: Callable[[], float] = time.perf_counter,
                  sleep: Callable[[float], None] = time.sleep, stop: Callable[[], bool] = lambda: False,
                  progress: Callable[[int], None] | None = None, record: Recorder | None = None) -> None:
-        super().__init__(config, workload, policy, machine.splits, machine.kv_blocks, get_model(config.device.model).num_layers,
-                         sink, machine.engine.max_tokens, progress, record)
+        super().__init__(config, workload, policy, machine.splits, KvCache(machine.kv_blocks),
+                         get_model(config.device.model).num_layers, sink, machine.engine.max_tokens, progress, record)
         self.machine, self.engine = machine, machine.engine
         self.prompt_of, self.clock, self.sleep, self.stop = prompts, clock, sleep, stop
         self.flights: dict[str, Flight] = {}

@@ -33,6 +33,7 @@ from bullet.state import (
     Decision,
     DecodeStep,
     HybridStep,
+    KvCache,
     PrefillStep,
     Request,
     SplitTable,
@@ -51,12 +52,14 @@ class Simulation(Bookkeeping):
     """One run. ``run`` executes it to the end; rows go to ``sink`` as they come."""
 
     def __init__(self, config: RunConfig, workload: Workload, device: Device, policy: Policy, splits: SplitTable,
-                 kv_blocks: int, sink: RowSink, *, progress: Callable[[int], None] | None = None,
+                 kv: KvCache, sink: RowSink, *, progress: Callable[[int], None] | None = None,
                  record: Recorder | None = None) -> None:
-        super().__init__(config, workload, policy, splits, kv_blocks, device.model.num_layers, sink,
+        super().__init__(config, workload, policy, splits, kv, device.model.num_layers, sink,
                          get_model(config.device.model).context_tokens, progress, record)
         self.device = device
         self.gpu = SimulatedGpu(device)
+        self._decode_work = self._decode_work_within if device.asks_within else device.decode_work
+        self._decode_seconds = self._decode_seconds_within if device.asks_within else device.decode_seconds
         std = config.device.noise_std
         self.lanes = [Lane(name, self.state.target, Noise(std, config.seed, name) if std else None)
                       for name in self.names]
@@ -280,7 +283,7 @@ class Simulation(Bookkeeping):
             for request in self.merged:
                 self._expect_end(request)
             seqs, context = state.decode.size, state.decode.context_tokens
-            gpu.decode = Flight(step, self.device.decode_work(seqs, context), now, extra_s, factor,
+            gpu.decode = Flight(step, self._decode_work(seqs, context), now, extra_s, factor,
                                 (0, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks,
                                  target_p, target_d))
             return
@@ -302,7 +305,7 @@ class Simulation(Bookkeeping):
             work, tokens = self._hybrid_work(requests, step, seqs, context, now)
             seconds = self.device.solo_seconds(work, sms)
         else:
-            seconds = self.device.decode_seconds(seqs, context, sms)
+            seconds = self._decode_seconds(seqs, context, sms)
         gpu.hybrid = HybridFlight(
             step, now, now + (seconds * factor + extra_s),
             (tokens, seqs, context, 0, state.num_layers, queue_length, kv.total_blocks - kv.free_blocks, target_p, target_d))
@@ -318,7 +321,7 @@ class Simulation(Bookkeeping):
         while decode.size and self.next_arrival_s > now and decode.growth_blocks <= kv.free_blocks:
             kv.take(decode.growth_blocks)
             seqs, context, kv_used = decode.size, decode.context_tokens, kv.total_blocks - kv.free_blocks
-            seconds = self.device.decode_seconds(seqs, context, sms)
+            seconds = self._decode_seconds(seqs, context, sms)
             if noise is not None:
                 seconds *= noise.next()
             end = now + seconds
@@ -344,7 +347,19 @@ class Simulation(Bookkeeping):
             if new + past == request.prompt_tokens + request.generated:
                 logits += 1
             tokens += new
-        return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits), tokens
+        told = {"within_tokens": self._within(seqs)} if self.device.asks_within else {}
+        return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits, **told), tokens
+
+    def _within(self, seqs: int) -> int:
+        """Tokens within the decodes' windows; none where a batch has no decodes."""
+        decode: Any = self.state.decode
+        return decode.within_tokens if seqs else 0
+
+    def _decode_work_within(self, seqs: int, context: int) -> StepWork:
+        return self.device.decode_work(seqs, context, **{"within_tokens": self._within(seqs)})
+
+    def _decode_seconds_within(self, seqs: int, context: int, sms: int) -> float:
+        return self.device.solo_seconds(self._decode_work_within(seqs, context), sms)
 
     def _begin_prefill(self, step: PrefillStep, now: float) -> StepWork:
         state = self.state

@@ -23,7 +23,7 @@ from bullet.errors import ConfigError
 from bullet.policies.base import Policy
 from bullet.sim.driver import Simulation
 from bullet.sim.gpu import HybridFlight
-from bullet.state import HYBRID, HybridStep, Partition, Phase, Request, SplitTable
+from bullet.state import HYBRID, HybridStep, KvCache, Partition, Phase, Request, SplitTable
 from bullet.state.prefix import PagedState, Paging, PrefixKvCache, check_prefixes
 from bullet.workload import Workload
 
@@ -43,15 +43,18 @@ class PagedSimulation(Simulation):
     state: PagedState
 
     def __init__(self, config: RunConfig, workload: Workload, device: Device, policy: Policy, splits: SplitTable,
-                 kv_blocks: int, sink: Any, **options: Any) -> None:
-        super().__init__(config, workload, device, policy, splits, kv_blocks, sink, **options)
+                 kv: KvCache, sink: Any, **options: Any) -> None:
+        super().__init__(config, workload, device, policy, splits, kv, sink, **options)
         paging = getattr(policy, "paging", None)
         if self.two_lanes or not isinstance(paging, Paging):
             raise ConfigError(f"policy {config.policy.name!r}: paging = {paging!r}: must be a bullet.state.prefix.Paging, and "
                               "lanes ('hybrid',)")
+        if kv.block_units > 1 or device.asks_within:
+            raise ConfigError(f"policy {config.policy.name!r} with prefix_cache, admission, steps_in_flight or resume: blocks "
+                              f"with names are not modelled for layers with a window, which {device.model.name} has")
         shared = workload.shared_prefix or {}
         check_prefixes(shared, self.prompts, workload.name)
-        blocks = PrefixKvCache(kv_blocks, shared, caching=paging.prefix_cache)
+        blocks = PrefixKvCache(kv.total_blocks, shared, caching=paging.prefix_cache)
         num_sms = splits.num_sms
         self.state = PagedState(splits, blocks, device.model.num_layers, Partition(num_sms, num_sms), paging)
         self.depth = paging.steps_in_flight

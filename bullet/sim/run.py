@@ -20,7 +20,7 @@ from bullet.results.columns import RunOutcome
 from bullet.results.sink import ListSink
 from bullet.sim.driver import Simulation
 from bullet.sim.paged import PagedSimulation
-from bullet.state import SplitTable
+from bullet.state import SplitTable, kv_cache_of
 from bullet.workload import Workload, load_workload
 
 
@@ -42,8 +42,7 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     if kv_tokens is None:
         kv_tokens = kv_capacity_tokens(device.model, device.gpu, config.device)
     config = dataclasses.replace(config, slo=slo, device=dataclasses.replace(config.device, kv_tokens=kv_tokens))
-    kv_blocks = kv_tokens // KV_BLOCK_TOKENS
-    if kv_blocks < 1:
+    if kv_tokens < KV_BLOCK_TOKENS:
         raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
     splits = SplitTable.every(device.num_sms, config.device.partition_step_sms)
     if policy is None:
@@ -52,7 +51,8 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     if writer is not None:
         writer.resolved(config, len(workload))
     kind = Simulation if getattr(policy, "paging", None) is None else PagedSimulation
-    run = kind(config, workload, device, policy, splits, kv_blocks, sink, progress=progress, record=record)
+    kv = kv_cache_of(device.model, kv_tokens)
+    run = kind(config, workload, device, policy, splits, kv, sink, progress=progress, record=record)
     # Millions of small tuples and no reference cycles: the cyclic collector only costs time (a tenth of it).
     collecting = gc.isenabled()
     gc.disable()

@@ -17,10 +17,10 @@ from bullet.state.decisions import (
     Step,
     Wait,
 )
-from bullet.state.kv import KvCache
+from bullet.state.kv import KvCache, kv_cache_of
 from bullet.state.requests import DECODE, HYBRID, PREFILL, Phase, Request, WaitingQueue
 from bullet.state.system import InFlight, SystemState
 
 __all__ = ["DECODE", "HYBRID", "PREFILL", "Chunk", "Decision", "DecodeBatch", "DecodeStep", "HybridStep", "InFlight", "KvCache",
            "Partition", "Phase", "PrefillBatch", "PrefillStep", "Published", "Request", "SplitTable", "Step", "SystemState",
-           "Wait", "WaitingQueue"]
+           "Wait", "WaitingQueue", "kv_cache_of"]

@@ -7,7 +7,8 @@ described relative to that counter (``iteration``), so nothing is touched until 
     tokens generated       = generated at joining + (iteration - iteration at joining)
 
 and it needs a fresh KV block in the iterations congruent to one residue of the block size, so a histogram of
-residues tells how many blocks the next iteration takes.
+residues tells how many blocks the next iteration takes. Where layers have a window a request's needs shrink once, when
+its window is full: that iteration is known when it joins, and filed (:class:`WindowedDecodeBatch`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet.config import KV_BLOCK_TOKENS
+from bullet.state.kv import WindowedKvCache
 from bullet.state.requests import Phase, Request
 
 
@@ -119,9 +121,9 @@ class DecodeBatch:
         """Tokens that one request has generated so far."""
         return request.generated + self.iteration - request.join_iteration
 
-    def needs_block(self, request: Request) -> bool:
-        """Whether the next iteration needs a fresh block for this request."""
-        return self.cached(request) % self.block_tokens == 0
+    def growth_of(self, request: Request) -> int:
+        """Fresh KV blocks that the next iteration needs for this request."""
+        return int(self.cached(request) % self.block_tokens == 0)
 
     def advance(self) -> None:
         """An iteration ended: every request has one more token."""
@@ -168,3 +170,55 @@ class DecodeBatch:
         self.changes.append((request.first_token_s, request.generated - self.iteration, False))
         self.version += 1
         return cached
+
+
+class WindowedDecodeBatch(DecodeBatch):
+    """Where some layers have a sliding window: ``residues`` counts blocks of all groups of layers, and ``within_tokens`` is
+    ``context_tokens`` with at most the window's of each request, exactly."""
+
+    __slots__ = ("_below", "_fill", "_kv", "_reach", "within_tokens")
+
+    def __init__(self, kv: WindowedKvCache) -> None:
+        super().__init__(kv.block_tokens)
+        self._kv = kv
+        self.within_tokens = 0
+        self._below = 0  # requests whose context is shorter than the window
+        # How many requests stop taking blocks of layers with a window at an iteration, and how many contexts reach it then.
+        self._fill: dict[int, int] = {}
+        self._reach: dict[int, int] = {}
+
+    def growth_of(self, request: Request) -> int:
+        return self._kv.growth(self.cached(request))
+
+    def _file(self, request: Request, count: int) -> None:
+        """Enter a request that joins (1) or take out one that leaves (-1): all of it follows from how it joined."""
+        kv = self._kv
+        start = request.join_iteration - request.join_tokens  # the iteration at which it would have had no token
+        units, full = kv.full_groups - 1, start + kv.full_at_tokens  # the plain batch counts 1
+        if full > self.iteration:
+            units += kv.window_groups
+            self._fill[full] = self._fill.get(full, 0) + count
+        self.residues[start % self.block_tokens] += count * units
+        reached = start + kv.window_tokens - 1
+        if reached > self.iteration:
+            self._below += count
+            self._reach[reached] = self._reach.get(reached, 0) + count
+            self.within_tokens += count * (self.iteration - start + 1)
+        else:
+            self.within_tokens += count * kv.window_tokens
+
+    def join(self, request: Request) -> None:
+        super().join(request)
+        self._file(request, 1)
+
+    def leave(self, request: Request) -> int:
+        self._file(request, -1)
+        return super().leave(request)
+
+    def advance(self) -> None:
+        super().advance()
+        self.within_tokens += self._below
+        self._below -= self._reach.pop(self.iteration, 0)
+        filled = self._fill.pop(self.iteration, 0)
+        if filled:
+            self.residues[self.iteration % self.block_tokens] -= filled * self._kv.window_groups

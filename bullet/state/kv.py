@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bullet.catalog.spec import ModelSpec
 from bullet.config import KV_BLOCK_TOKENS
 from bullet.errors import ConfigError
 
 
 class KvCache:
-    """Paged KV cache, counted in blocks: free + referenced = all (I4)."""
+    """Paged KV cache, counted in blocks: free + referenced = all (I4). ``block_units``: blocks that hold a block's worth of
+    tokens in all layers, 1 where all layers are alike; ``tokens_a_block``: that worth, for one block."""
 
-    __slots__ = ("block_tokens", "free_blocks", "peak_blocks", "total_blocks")
+    __slots__ = ("block_tokens", "block_units", "free_blocks", "peak_blocks", "tokens_a_block", "total_blocks")
 
     def __init__(self, total_blocks: int, block_tokens: int = KV_BLOCK_TOKENS) -> None:
         if total_blocks < 1 or block_tokens < 1:
@@ -17,11 +19,17 @@ class KvCache:
         self.total_blocks = total_blocks
         self.free_blocks = total_blocks
         self.block_tokens = block_tokens
+        self.block_units = 1
+        self.tokens_a_block: float = block_tokens
         self.peak_blocks = 0
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens``."""
         return -(-tokens // self.block_tokens)
+
+    def growth(self, tokens: int) -> int:
+        """Blocks that one token more than ``tokens`` takes."""
+        return int(tokens % self.block_tokens == 0)
 
     @property
     def used_blocks(self) -> int:
@@ -40,3 +48,48 @@ class KvCache:
         """Free ``blocks``."""
         self.free_blocks += blocks
         assert self.free_blocks <= self.total_blocks, f"KV: {self.free_blocks} free of {self.total_blocks} blocks"
+
+
+def kv_cache_of(model: ModelSpec, tokens: int) -> KvCache:
+    """The cache that holds so many tokens of a model in all its layers."""
+    blocks = tokens // KV_BLOCK_TOKENS
+    _, full, window = model.kv_groups
+    if not window:
+        return KvCache(blocks)
+    return WindowedKvCache(blocks * (full + window), full, window, model.window_tokens)
+
+
+class WindowedKvCache(KvCache):
+    """Layers with a sliding window among the others, as vLLM's hybrid KV cache manager keeps them (``v1/core/kv_cache_utils.py``,
+    ``single_type_kv_cache_manager.py``).
+
+    Layers of a kind stand in groups of equal size, all groups share one pool of equal blocks, and a block holds ``block_tokens``
+    tokens in the layers of one group. ``full_groups`` hold a whole sequence; ``window_groups`` the blocks that the last
+    ``window_tokens`` tokens can lie in, one more than fill the window. What a prompt's chunk under way holds beyond its window
+    until the next step is left out.
+    """
+
+    __slots__ = ("full_groups", "window_blocks", "window_groups", "window_tokens")
+
+    def __init__(self, total_blocks: int, full_groups: int, window_groups: int, window_tokens: int,
+                 block_tokens: int = KV_BLOCK_TOKENS) -> None:
+        super().__init__(total_blocks, block_tokens)
+        assert full_groups >= 0 < window_groups, (full_groups, window_groups)
+        self.full_groups, self.window_groups, self.window_tokens = full_groups, window_groups, window_tokens
+        self.window_blocks = -(-window_tokens // block_tokens) + 1
+        self.block_units = full_groups + window_groups
+        self.tokens_a_block = block_tokens / self.block_units
+
+    @property
+    def full_at_tokens(self) -> int:
+        """A sequence of so many tokens takes no further block of the layers with a window."""
+        return self.window_blocks * self.block_tokens
+
+    def blocks_for(self, tokens: int) -> int:
+        blocks = -(-tokens // self.block_tokens)
+        return self.full_groups * blocks + self.window_groups * min(blocks, self.window_blocks)
+
+    def growth(self, tokens: int) -> int:
+        if tokens % self.block_tokens:
+            return 0
+        return self.full_groups + (self.window_groups if tokens < self.full_at_tokens else 0)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bullet.state.batches import DecodeBatch, PrefillBatch
+from bullet.state.batches import DecodeBatch, PrefillBatch, WindowedDecodeBatch
 from bullet.state.decisions import DecodeStep, HybridStep, Partition, PrefillStep, Published, SplitTable, Step
-from bullet.state.kv import KvCache
+from bullet.state.kv import KvCache, WindowedKvCache
 from bullet.state.requests import DECODE, HYBRID, PREFILL, Phase, Request, WaitingQueue
 
 
@@ -49,7 +49,7 @@ class SystemState:
         self.ready: list[Request] = []
         self.chunked: list[Request] = []
         self._launched: list[Request] = []  # requests of the chunks in flight
-        self.decode = DecodeBatch(kv.block_tokens)
+        self.decode = WindowedDecodeBatch(kv) if isinstance(kv, WindowedKvCache) else DecodeBatch(kv.block_tokens)
         self.in_flight: dict[str, InFlight] = {}
         self.target = initial
         self.prefill_published = Published()
@@ -81,7 +81,7 @@ class SystemState:
         """Fresh KV blocks that the next decode iteration needs, merging requests included."""
         growth = self.decode.growth_blocks
         for request in self.ready:
-            growth += (request.known_tokens - 1) % self.kv.block_tokens == 0
+            growth += self.kv.growth(request.known_tokens - 1)
         return growth
 
     # ---- transitions: drivers only ---------------------------------------------------------------
@@ -186,7 +186,7 @@ class SystemState:
         decode, kv = self.decode, self.kv
         decode.advance()
         for request in finished:
-            kv.give_back(-(-decode.leave(request) // kv.block_tokens))
+            kv.give_back(kv.blocks_for(decode.leave(request)))
             request.phase = Phase.FINISHED
 
     def join_decode(self, request: Request) -> None:
@@ -204,7 +204,7 @@ class SystemState:
 
     def _admit(self, request_id: int, now_s: float) -> Request:
         request = self.queue.remove(request_id)
-        self.kv.take(-(-(request.prompt_tokens + request.generated) // self.kv.block_tokens))
+        self.kv.take(self.kv.blocks_for(request.prompt_tokens + request.generated))
         request.phase = Phase.PREFILL
         if request.admitted_s is None:
             request.admitted_s = now_s
@@ -248,8 +248,11 @@ class SystemState:
         assert held + kv.free_blocks == kv.total_blocks, (
             f"I4: {held} referenced + {kv.free_blocks} free != {kv.total_blocks} blocks")
         assert decode.cached_tokens == sum(decode.cached(r) for r in decode.requests.values())
-        growth = sum(decode.needs_block(r) for r in decode.requests.values())
-        assert growth == decode.growth_blocks, f"{growth} requests need a block, counted {decode.growth_blocks}"
+        growth = sum(decode.growth_of(r) for r in decode.requests.values())
+        assert growth == decode.growth_blocks, f"{growth} blocks are needed next, counted {decode.growth_blocks}"
+        if isinstance(kv, WindowedKvCache) and isinstance(decode, WindowedDecodeBatch):
+            within = sum(min(decode.cached(r) + 1, kv.window_tokens) for r in decode.requests.values())
+            assert within == decode.within_tokens, f"{within} tokens lie within windows, counted {decode.within_tokens}"
         phases: list[tuple[Iterable[Request], Phase]] = [
             (self.queue, Phase.WAITING), (self.ready, Phase.READY), (self.chunked, Phase.PREFILL),
             (decode.requests.values(), Phase.DECODE)]

@@ -42,7 +42,7 @@ class Watched:
             # With one victim fewer, those that stay would have asked for more than there is.
             free = state.kv.free_blocks + sum(self.held(state, r) for r in running[len(left) + 1:])
             stay = [r for r in running[: len(left) + 1] if r.id in state.decode.requests]
-            assert sum(state.decode.needs_block(r) for r in stay) > free
+            assert sum(state.decode.growth_of(r) for r in stay) > free
         return step
 
     @staticmethod

@@ -1,5 +1,7 @@
 """The simulator against the brute-force engine of tests/reference.py: every token's time, to 1e-9."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from bullet.policies.base import PolicyContext
 from bullet.sim.run import simulate
 from bullet.state import SplitTable
 from bullet.workload import load_workload
-from tests.reference import SglangWalk, VllmWalk, two_lane
+from tests.reference import SglangWalk, VllmWalk, two_lane, units
 from tests.worlds import A100, config, workload
 
 COUNT = 1500
@@ -30,7 +32,7 @@ def rows(trace: str, rate: float, seed: int = 3) -> list[tuple[float, int, int]]
 
 def compare(outcome, tokens: dict[int, list[float]], preemptions: dict[int, int]) -> None:  # type: ignore[no-untyped-def]
     r = outcome.requests
-    assert len(r) == COUNT
+    assert len(r) == len(tokens)
     for i, first, last, made, preempted in zip(r["id"].tolist(), r["first_token_s"].tolist(), r["finish_s"].tolist(),
                                                r["generated_tokens"].tolist(), r["preemptions"].tolist(), strict=True):
         assert first == pytest.approx(tokens[i][0], abs=1e-9)
@@ -83,3 +85,40 @@ def test_two_lanes(policy: str, trace: str, rate: float, kv_tokens: int, more: d
     outcome = simulate(c, workload=w)
     compare(outcome, {i: t for i, (t, _) in found.items()}, {i: p for i, (_, p) in found.items()})
     assert (kv_tokens == 24_000) == any(p for _, p in found.values())
+
+
+@pytest.mark.parametrize(("policy", "window", "layers", "kv_tokens"), [
+    ("vllm-512", 200, 20, 16_000), ("vllm-512", 128, 32, 1_600), ("sglang-1024", 1000, 16, 9_600),
+    ("sglang-1024-mixed", 1000, 16, 9_600), ("static-96", 200, 20, 9_600), ("bullet", 1000, 16, 9_600), ("naive", 100, 32, 960)])
+def test_windows(policy: str, window: int, layers: int, kv_tokens: int) -> None:
+    """Layers with a window: blocks by walking, contexts one by one, preemptions forced by a small cache."""
+    load = rows("sharegpt", 14.0)[:300]
+    model = dataclasses.replace(A100.model, window_tokens=window, window_layers=layers)
+    plain, device = (DeviceModel(model, A100.gpu, A100.coefficients, cache=cache) for cache in (False, True))
+    c = config(policy, debug=True, device__kv_tokens=kv_tokens, workload__trace="sharegpt")
+    w = workload(load)
+    slo = resolve_slo(c.slo, "sharegpt", w.mean_prompt_tokens)
+    assert slo.tpot_s is not None
+    assert slo.ttft_s_per_token is not None
+    splits = SplitTable.every(108)
+    estimator = None
+    if needs_estimator(policy):
+        estimator = make_estimator("srm", device=plain, model=model, gpu=A100.gpu, splits=splits, seed=0)
+    made, brute = (make_policy(policy, PolicyContext(model, A100.gpu, splits, slo.tpot_s, estimator)) for _ in range(2))
+    if policy.startswith(("vllm", "sglang")):
+        engine = (VllmWalk if policy.startswith("vllm") else SglangWalk)(
+            plain, kv_tokens // 16 * units(model), int(policy.split("-")[1]))
+        if policy.endswith("mixed"):
+            engine.mixed = True  # type: ignore[union-attr]
+        walked = engine.run(load)
+        tokens, preemptions = {r.id: r.tokens for r in walked}, {r.id: r.preemptions for r in walked}
+    else:
+        found = two_lane(brute, plain, splits, kv_tokens // 16, load, slo.ttft_s_per_token * w.mean_prompt_tokens,
+                         c.device.publish_delay_s, c.device.reconfigure_s)
+        tokens, preemptions = {i: t for i, (t, _) in found.items()}, {i: p for i, (_, p) in found.items()}
+    if estimator is not None:
+        estimator = make_estimator("srm", device=plain, model=model, gpu=A100.gpu, splits=splits, seed=0)
+        made = make_policy(policy, PolicyContext(model, A100.gpu, splits, slo.tpot_s, estimator))
+    outcome = simulate(c, workload=w, device=device, policy=made)
+    compare(outcome, tokens, preemptions)
+    assert any(preemptions.values())

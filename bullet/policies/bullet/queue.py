@@ -149,7 +149,7 @@ class ServiceOrder:
         queue, kv = state.queue, state.kv
         if self._largest is None or self._largest[0] != queue.version:
             self._largest = (queue.version, kv.blocks_for(max(queue.known_tokens)))
-        if kv.free_blocks > self._largest[1] * (1 + len(popped)) + state.decode_seqs:
+        if kv.free_blocks > self._largest[1] * (1 + len(popped)) + state.decode_seqs * kv.block_units:
             return False  # whichever is the head, it fits
         head = queue.requests[self.last_sorted(state, now_s).order[len(popped)]]
         return not fits(state, head, sum(kv.blocks_for(r.known_tokens) for r in popped))
