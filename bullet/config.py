@@ -134,22 +134,32 @@ class DeviceConfig:
     """The simulated device. ``None`` takes the profile's value.
 
     ``kv_tokens``: KV capacity; ``None`` derives it from the specs: memory x ``memory_utilization`` less weights
-    and ``reserve_bytes`` for activations. ``contention_scale`` multiplies the contention loss,
+    and ``reserve_bytes`` for activations. Where layers have a window: tokens if all layers kept them. ``kv_dtype``: ``auto`` (as
+    the checkpoint says, else 16 bits), ``fp8`` or ``16``. ``max_model_len``: a context shorter than the model's.
+    ``contention_scale`` multiplies the contention loss,
     ``shared_prefill_share`` is the fraction of shared SMs' time that prefill gets (*assumed* 0.5),
     ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means. ``timing``: ``fit`` (coefficients),
     ``table`` (measured kernel tables, interpolated: bullet/devices/table.py), or a folder of ``bullet-profile fit``.
+
+    Host time that no kernel hides, *assumed* 0: ``host_step_s`` in every step (a prefill cut by layers carries its share),
+    ``host_prefill_step_s`` more in one with a prompt, ``host_request_s`` from a request's arrival until the scheduler sees it.
     """
 
     model: str = "llama-3.1-8b"
     gpu: str = "a100-80gb"
     tensor_parallel: int = 1
     kv_tokens: int | None = None
+    kv_dtype: str = "auto"
+    max_model_len: int | None = None
     memory_utilization: float = 0.9
     reserve_bytes: int = 2 * GIB
     contention_scale: float = 1.0
     shared_prefill_share: float = 0.5
     publish_delay_s: float = 0.21 * MILLI
     reconfigure_s: float = 4.1e-6
+    host_step_s: float = 0.0
+    host_prefill_step_s: float = 0.0
+    host_request_s: float = 0.0
     noise_std: float = 0.0
     partition_step_sms: int = 2
     timing: str = "fit"
@@ -163,8 +173,11 @@ class DeviceConfig:
         require(0 <= self.contention_scale <= 1e6, "device.contention_scale", self.contention_scale, "0 to 1e6")
         require(0 < self.shared_prefill_share < 1, "device.shared_prefill_share", self.shared_prefill_share,
                 "between 0 and 1, exclusive")
-        require(0 <= self.publish_delay_s <= 1, "device.publish_delay_s", self.publish_delay_s, "0 to 1 s")
-        require(0 <= self.reconfigure_s <= 1, "device.reconfigure_s", self.reconfigure_s, "0 to 1 s")
+        require(self.kv_dtype in ("auto", "fp8", "16"), "device.kv_dtype (--kv-dtype)", self.kv_dtype, "auto, fp8 or 16")
+        require(self.max_model_len is None or self.max_model_len > 0, "device.max_model_len (--max-model-len)",
+                self.max_model_len, "a positive number of tokens")
+        for name in ("publish_delay_s", "reconfigure_s", "host_step_s", "host_prefill_step_s", "host_request_s"):
+            require(0 <= getattr(self, name) <= 1, f"device.{name}", getattr(self, name), "0 to 1 s")
         require(0 <= self.noise_std <= 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
         require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")
         require(bool(self.timing), "device.timing (--device-model)", self.timing, "fit, table or a folder of bullet-profile fit")

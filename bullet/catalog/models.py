@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Mapping
+from typing import Any
 
 from bullet.catalog.reader import read_config
 from bullet.catalog.spec import ModelSpec
 from bullet.errors import ConfigError
 
-__all__ = ["MODELS", "ModelSpec", "get_model", "model_label", "read_config"]
+__all__ = ["MODELS", "ModelSpec", "described", "get_model", "model_label", "read_config"]
 
 # Values of the public config.json of meta-llama/Llama-3.1-8B, meta-llama/Llama-3.1-70B, Qwen/Qwen3-32B.
 MODELS: Mapping[str, ModelSpec] = types.MappingProxyType({m.name: m for m in (
@@ -28,6 +29,14 @@ def get_model(name: str) -> ModelSpec:
     if name.endswith(".json"):
         return read_config(name)
     raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or give a path to a config.json")
+
+
+def described(model: ModelSpec) -> dict[str, Any]:
+    """What a run's headline says of its model, as keys of its summary."""
+    return {"parameters": model.num_parameters, "weight_bytes": model.weight_bytes,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "window_kv_bytes_per_token": model.kv_bytes_per_token * model.window_layers // model.num_layers,
+            "window_tokens": model.window_tokens, "model_notes": list(model.notes)}
 
 
 def model_label(model: ModelSpec) -> str:

@@ -78,7 +78,8 @@ FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "wo
          "time_scale": "workload.time_scale", "cv": "workload.cv", "num_requests": "workload.num_requests",
          "format": "workload.format", "window": "workload.window", "warmup": "workload.warmup",
          "skip_failed": "workload.skip_failed", "tokenizer": "workload.tokenizer",
-         "model": "device.model", "gpu": "device.gpu", "device_model": "device.timing", "estimator": "policy.estimator",
+         "model": "device.model", "gpu": "device.gpu", "kv_dtype": "device.kv_dtype", "max_model_len": "device.max_model_len",
+         "device_model": "device.timing", "estimator": "policy.estimator",
          "seed": "seed", "policy": "policy.name"}
 
 

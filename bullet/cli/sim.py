@@ -58,6 +58,8 @@ def _sim_parser() -> argparse.ArgumentParser:
     add_workload_arguments(common)
     common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
     common.add_argument("--gpu", help="a100-80gb (default), h100, h200, h20, rtx4090")
+    common.add_argument("--kv-dtype", choices=("auto", "fp8", "16"), help="KV cache; auto: as the checkpoint says, else 16 bits")
+    common.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt and output, if less than the model's")
     common.add_argument("--device-model", metavar="fit|table|DIR", help="fit (default): coefficients; table: measured kernel "
                         "tables, interpolated, for one-lane policies where the GPU's profile has them; DIR: what "
                         "bullet-profile fit --out DIR made of a sweep of your own")

@@ -24,6 +24,8 @@ class Device(ABC):
 
     asks_longest = False
     """Whether ``hybrid_work`` wants ``longest_tokens``, the longest context among the decodes. Only the paged driver knows it."""
+    has_host_time = False
+    """Whether its seconds hold host time as well as kernels'."""
     asks_within = False
     """Whether ``decode_work`` and ``hybrid_work`` take ``within_tokens``: of the decodes' contexts at most the window's each."""
     calibration: Mapping[str, Any] = {}

@@ -80,6 +80,7 @@ class DeviceModel(Device):
         self.asks_within = self._windowed = model.window_layers > 0
         self._speed = work_model.gemm_speed(model, gpu)
         self._host_gap_s = c.host_gap_s
+        self.has_host_time = c.host_gap_s > 0
         self._num_layers = model.num_layers
         self._inverse_effective: dict[float, float] = {}
         self._last_corun: tuple[FittedWork | None, FittedWork | None, int, int, tuple[float, float]] = (

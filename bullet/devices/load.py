@@ -21,6 +21,28 @@ from bullet.devices.table_samples import read_samples
 from bullet.errors import ConfigError
 
 
+def served_model(config: DeviceConfig) -> ModelSpec:
+    """The configuration's model with the KV width and the context that it is served with. An 8-bit KV cache that the checkpoint
+    asks for (``kv_cache_scheme``, ``kv_cache_quant_algo``) is what vLLM takes under ``auto``, too."""
+    model = get_model(config.model)
+    if config.kv_dtype != "auto":
+        model = dataclasses.replace(model, kv_bytes=1 if config.kv_dtype == "fp8" else model.dtype_bytes)
+    if config.max_model_len is not None:
+        if config.max_model_len > model.context_tokens:
+            raise ConfigError(f"device.max_model_len (--max-model-len) = {config.max_model_len}: must be at most {model.name}'s "
+                              f"context of {model.context_tokens}")
+        model = dataclasses.replace(model, context_tokens=config.max_model_len)
+    return model
+
+
+def host_label(config: DeviceConfig) -> str:
+    """The host time that a run adds, for the device's label; empty where there is none."""
+    parts = [f"{getattr(config, name) * 1e3:.3g} ms {what}" for name, what in (
+        ("host_step_s", "a step"), ("host_prefill_step_s", "more with a prompt"), ("host_request_s", "a request"))
+        if getattr(config, name)]
+    return f"; host time {', '.join(parts)}" if parts else ""
+
+
 def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> int:
     """KV capacity in tokens, whole blocks: memory x utilisation less weights and reserve, per GPU of the group.
 
@@ -48,6 +70,9 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
     """
     if config.timing == "fit":
         return load_fitted(config, cache=cache)
+    served_model(config)  # refuses what is wrong
+    if config.kv_dtype == "fp8" and config.timing == "table":
+        raise ConfigError(f"{TABLE}: the tables were measured with KV of 16 bits, not device.kv_dtype (--kv-dtype) = fp8")
     model, gpu = get_model(config.model), get_gpu(config.gpu)
     if config.timing == "table":
         return _load_tables(config, model, gpu)
@@ -82,7 +107,7 @@ def load_fitted(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
 
 
 def _fitted(coefficients: DeviceCoefficients, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, cache: bool) -> DeviceModel:
-    return DeviceModel(model, gpu, coefficients, tensor_parallel=config.tensor_parallel,
+    return DeviceModel(served_model(config), gpu, coefficients, tensor_parallel=config.tensor_parallel,
                        contention_scale=config.contention_scale, shared_prefill_share=config.shared_prefill_share,
                        cache=cache)
 

@@ -159,6 +159,8 @@ class MeasuredDevice(Device):
     which is what turns come to for a whole prefill beside many iterations. Of no effect where lanes really run at once.
     """
 
+    has_host_time = True
+
     def __init__(self, profile: StepProfile, model: ModelSpec, gpu: GpuSpec, *, sharing: str = "turns") -> None:
         super().__init__(model, dataclasses.replace(gpu, num_sms=profile.num_sms))
         self.profile, self.sharing = profile, sharing

@@ -84,6 +84,7 @@ class TableDevice(Device):
         super().__init__(model, gpu)
         self.tables = tables
         self.host_gap_s = host_gap_s
+        self.has_host_time = host_gap_s > 0
         self.clamped = 0
         layer = _sum([(tables.dense[name], times) for name, times in LAYER_KERNELS.items()], model.num_layers)
         self._tokens_s = layer + _sum([(tables.dense[name], 1) for name in ONCE_KERNELS], 1)

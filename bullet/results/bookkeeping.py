@@ -63,7 +63,9 @@ class Bookkeeping:
         self.policy_reads_mean = slo.ttft_slo_policy == "mean_length"
         self.now_s = 0.0
         self.next_arrival = 0
-        self.next_arrival_s = self.arrivals[0] if len(self.arrivals) else INFINITY
+        #: From an arrival until a policy sees it.
+        self.host_request_s = config.device.host_request_s
+        self.next_arrival_s = self.arrivals[0] + self.host_request_s if len(self.arrivals) else INFINITY
         self.closed = 0  # finished or rejected
         self.decisions = self.steps_ended = self.split_changes = 0
         self.preemptions_since_token = self.waits_since_launch = 0
@@ -83,9 +85,10 @@ class Bookkeeping:
         while self.next_arrival_s <= now_s:
             i = self.next_arrival
             prompt, total = self.prompts[i], self.prompts[i] + self.outputs[i]
-            request = Request(i, self.next_arrival_s, prompt, self.ttft_slo_s(prompt))
+            request = Request(i, self.arrivals[i], prompt, self.ttft_slo_s(prompt))
+            request.queued_s = self.next_arrival_s
             self.next_arrival = i + 1
-            self.next_arrival_s = self.arrivals[i + 1] if i + 1 < len(self.arrivals) else INFINITY
+            self.next_arrival_s = self.arrivals[i + 1] + self.host_request_s if i + 1 < len(self.arrivals) else INFINITY
             if total <= self.longest_tokens and kv.blocks_for(total - 1) <= kv.total_blocks:
                 yield request
                 continue
@@ -203,7 +206,7 @@ class Bookkeeping:
     # ---- the end ---------------------------------------------------------------------------------
 
     def made_outcome(self, tables: tuple[StepTable, RequestTable], *, gpu: str, device_source: str,
-                     sm_seconds: dict[str, float], span_s: float, decision_wall_s: float, **measures: float) -> RunOutcome:
+                     sm_seconds: dict[str, float], span_s: float, decision_wall_s: float, **measures: Any) -> RunOutcome:
         """What happened, once nothing is in flight; ``measures``: what only this driver keeps."""
         config, kv = self.config, self.state.kv
         assert config.slo.tpot_s is not None

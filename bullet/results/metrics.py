@@ -183,6 +183,8 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "split_changes_per_s": outcome.split_changes / outcome.span_s if outcome.span_s else None,
         "kv_blocks": outcome.kv_blocks, "kv_peak_blocks": outcome.device.get("kv_peak_blocks"),
         "num_sms": outcome.num_sms, "span_s": outcome.span_s,
+        **{key: outcome.device.get(key) for key in ("host_time", "parameters", "weight_bytes", "kv_bytes_per_token",
+                                                    "window_kv_bytes_per_token", "window_tokens", "model_notes")},
     }
     if warmup is not None:
         summary |= {"warmup": warmup, "warmup_requests": len(outcome.requests) - offered}
@@ -199,17 +201,19 @@ def after_warmup(requests: RequestTable, warmup: str) -> tuple[RequestTable, flo
 def _of_steps(steps: StepTable, since_s: float) -> dict[str, int | float | None]:
     """Figures of the steps that began from ``since_s`` on."""
     count = decodes = predictions = 0
-    longest_s = error = 0.0
+    longest_s = decoding_s = error = 0.0
     for batch in steps.batches("start_s", "end_s", "decode_seqs", "predicted_s", "actual_s"):
         start_s, end_s, decode_seqs, predicted_s, actual_s = (column[batch["start_s"] >= since_s] for column in batch.values())
         count += len(start_s)
         decode_s = (end_s - start_s)[decode_seqs > 0]
         decodes += len(decode_s)
+        decoding_s += float(decode_s.sum())
         longest_s = max(longest_s, float(decode_s.max())) if len(decode_s) else longest_s
         predicted = ~np.isnan(predicted_s)
         predictions += int(predicted.sum())
         error += float(np.abs(predicted_s[predicted] / actual_s[predicted] - 1).sum())
-    return {"steps": count, "decode_steps": decodes, "max_decode_step_ms": longest_s * 1e3 if decodes else None,
+    return {"steps": count, "decode_steps": decodes, "mean_decode_step_ms": decoding_s / decodes * 1e3 if decodes else None,
+            "max_decode_step_ms": longest_s * 1e3 if decodes else None,
             "prediction_error_mean": error / predictions if predictions else None}
 
 

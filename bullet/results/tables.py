@@ -56,6 +56,32 @@ def headline(summary: Mapping[str, Any]) -> str:
             f"{'request' if summary['offered'] == 1 else 'requests'}, seed {summary['seed']}")
 
 
+def model_line(summary: Mapping[str, Any]) -> list[str]:
+    """Size of a simulated model, and what its reader had to decide; of runs that kept neither, nothing."""
+    if summary.get("parameters") is None:
+        return []
+    said = [f"{summary['parameters'] / 1e9:.4g} B parameters", f"{summary['weight_bytes'] / 2**30:.4g} GiB of weights",
+            f"{summary['kv_bytes_per_token'] / 1024:.4g} KiB of KV a token"]
+    if summary["window_tokens"]:
+        within = f"{summary['window_kv_bytes_per_token'] / 1024:.4g}"
+        said[-1] += f" ({within} of them in windows of {summary['window_tokens']} tokens)"
+    return [f"{file_name(summary['model'])}: {', '.join(said)}" + "".join(f"; {note}" for note in summary["model_notes"])]
+
+
+QUICKEST_STEP_MS = 5.0
+"""No public engine ends a step sooner: its host takes as long."""
+
+
+def host_notes(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A word where simulated steps are shorter than any engine's, as their host time is left at 0."""
+    short = [s["mean_decode_step_ms"] for s in summaries if s.get("host_time") is False
+             and s["mean_decode_step_ms"] is not None and s["mean_decode_step_ms"] < QUICKEST_STEP_MS]
+    if not short:
+        return []
+    return [f"host time 0 assumed: the kernels of a decode step take {min(short):.2g} ms, and no public engine's steps are under "
+            f"{QUICKEST_STEP_MS:g} ms:", "set device.host_step_s, device.host_prefill_step_s, device.host_request_s."]
+
+
 def notes_on(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     first = summaries[0]
     notes = ["TTFT and TPOT are of finished requests. SLO attainment: share of all offered requests with "
@@ -63,6 +89,7 @@ def notes_on(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
              "prompt (per-req)."]
     if any(s["estimator"] == "oracle" for s in summaries):
         notes.append("oracle: asks the simulated device itself; an upper bound, not a predictor.")
+    notes += host_notes(summaries)
     rejected = {label(s): ", ".join(f"{count} {reason}" for reason, count in s["rejected_by_reason"].items())
                 for s in summaries if s["rejected"]}
     if rejected and len(rejected) == len(summaries) and len(set(rejected.values())) == 1:
@@ -84,7 +111,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> str:
     lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
              .rstrip() for row in zip(*columns, strict=True)]
     lines.insert(2, "-" * max(map(len, lines)))
-    return "\n".join([headline(summaries[0]), "", *lines, "", *notes_on(summaries)])
+    return "\n".join([headline(summaries[0]), *model_line(summaries[0]), "", *lines, "", *notes_on(summaries)])
 
 
 def write_comparison(folder: Path, summaries: Sequence[Mapping[str, Any]]) -> None:

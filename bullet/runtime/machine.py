@@ -19,6 +19,7 @@ import numpy as np
 from bullet.catalog.gpus import GPUS, GpuSpec, get_gpu
 from bullet.catalog.models import get_model
 from bullet.config import KV_BLOCK_TOKENS, RunConfig
+from bullet.devices.load import served_model
 from bullet.errors import BulletError, ConfigError, EngineError, ProfileError
 from bullet.profiler.bench import CPU_NAME
 from bullet.runtime.driver import Machine
@@ -43,7 +44,7 @@ class Opened:
 
 def longest(config: RunConfig, workload: Workload) -> int:
     """Tokens of the longest request that the model can take at all; the others are rejected by name."""
-    context = get_model(config.device.model).context_tokens
+    context = served_model(config.device).context_tokens
     totals = workload.prompt_tokens + workload.output_tokens
     fitting = totals[totals <= context]
     return max(2, int(fitting.max()) if len(fitting) else 2)

@@ -71,11 +71,14 @@ class Engine:
 
 
 def real_config(config: RunConfig) -> RunConfig:
-    """A simulation's configuration for a real run: delays and noise are zero, since here they happen by themselves."""
+    """A simulation's configuration for a real run: delays, host time and noise are zero, since here they happen by themselves."""
     if config.device.tensor_parallel != 1:
         raise ConfigError(f"device.tensor_parallel = {config.device.tensor_parallel}: the engine runs on one device")
+    if config.device.kv_dtype == "fp8":
+        raise ConfigError("device.kv_dtype = 'fp8': the engine keeps KV in the width of its activations")
     return dataclasses.replace(config, device=dataclasses.replace(
-        config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0))
+        config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0, host_step_s=0.0, host_prefill_step_s=0.0,
+        host_request_s=0.0))
 
 
 def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> Device:

@@ -15,9 +15,10 @@ from typing import Any
 import simpy
 from simpy.events import NORMAL
 
-from bullet.catalog.models import get_model
+from bullet.catalog.models import described
 from bullet.config import RunConfig
 from bullet.devices.base import Device, StepWork
+from bullet.devices.load import host_label, served_model
 from bullet.errors import PartitionError
 from bullet.policies import is_custom
 from bullet.policies.base import Policy, check_decision
@@ -55,7 +56,7 @@ class Simulation(Bookkeeping):
                  kv: KvCache, sink: RowSink, *, progress: Callable[[int], None] | None = None,
                  record: Recorder | None = None) -> None:
         super().__init__(config, workload, policy, splits, kv, device.model.num_layers, sink,
-                         get_model(config.device.model).context_tokens, progress, record)
+                         served_model(config.device).context_tokens, progress, record)
         self.device = device
         self.gpu = SimulatedGpu(device)
         self._decode_work = self._decode_work_within if device.asks_within else device.decode_work
@@ -69,7 +70,8 @@ class Simulation(Bookkeeping):
         self._tick = simpy.Event(self.env)
         self._tick._ok, self._tick._value = True, None
         self.delay_s = config.device.publish_delay_s
-        self.reconfigure_s = config.device.reconfigure_s
+        self.reconfigure_s, self.host_step_s = config.device.reconfigure_s, config.device.host_step_s
+        self.host_prompt_step_s = config.device.host_step_s + config.device.host_prefill_step_s
         self.custom = is_custom(config.policy.name)
         self.debug = config.debug
         self.legal_sms = {int(sms) for sms in (*splits.prefill_sms, *splits.decode_sms)}
@@ -190,7 +192,7 @@ class Simulation(Bookkeeping):
     def _arrivals(self, now: float) -> None:
         """Let in all that arrived since the last boundary."""
         for request in self.arrived(now):
-            self._integrate_queue(request.arrival_s)
+            self._integrate_queue(request.queued_s)
             self.state.arrive(request)
 
     def _integrate_queue(self, now: float) -> None:
@@ -274,7 +276,9 @@ class Simulation(Bookkeeping):
         if step.preempt:
             self._make_room(step.preempt, now)
         queue_length = len(state.queue.requests)
-        extra_s = 0.0 if sms == lane.last_sms else self._extra_s(lane, sms)
+        extra_s = self.host_step_s
+        if sms != lane.last_sms:
+            extra_s += self._extra_s(lane, sms)
         factor = 1.0 if lane.noise is None else lane.noise.next()
         self.waits_since_launch = 0
         target_p, target_d = step.target or state.target
@@ -291,6 +295,7 @@ class Simulation(Bookkeeping):
             work = self._begin_prefill(step, now)
             batch = state.prefill
             assert batch is not None
+            extra_s += self.host_prompt_step_s * step.layers / batch.num_layers - self.host_step_s
             gpu.prefill = Flight(step, work, now, extra_s, factor,
                                  (batch.total_tokens, 0, 0, batch.layers_done, step.layers, queue_length,
                                   kv.total_blocks - kv.free_blocks, target_p, target_d))
@@ -304,6 +309,7 @@ class Simulation(Bookkeeping):
         if requests:
             work, tokens = self._hybrid_work(requests, step, seqs, context, now)
             seconds = self.device.solo_seconds(work, sms)
+            extra_s += self.host_prompt_step_s - self.host_step_s
         else:
             seconds = self._decode_seconds(seqs, context, sms)
         gpu.hybrid = HybridFlight(
@@ -324,7 +330,7 @@ class Simulation(Bookkeeping):
             seconds = self._decode_seconds(seqs, context, sms)
             if noise is not None:
                 seconds *= noise.next()
-            end = now + seconds
+            end = now + (seconds + self.host_step_s)
             self._end_iteration(end)
             elapsed = end - now
             self._observe(step, elapsed)
@@ -463,6 +469,8 @@ class Simulation(Bookkeeping):
             for name in self.names:
                 held[name] += float(held_sm_s[batch["lane"] == name].sum())
         return self.made_outcome(
-            tables, gpu=self.config.device.gpu, device_source=self.device.source, sm_seconds=self.gpu.sm_seconds(span_s, held),
+            tables, gpu=self.config.device.gpu, device_source=self.device.source + host_label(self.config.device),
+            host_time=self.device.has_host_time or self.host_step_s > 0, **described(served_model(self.config.device)),
+            sm_seconds=self.gpu.sm_seconds(span_s, held),
             span_s=span_s, decision_wall_s=self.decision_wall_s, queue_integral_s=self.queue_integral_s,
             wait_sum_s=self.wait_sum_s)

@@ -119,6 +119,7 @@ class PagedSimulation(Simulation):
         self.served = ticket.served
         noise = self.lanes[0].noise
         seconds = self.device.solo_seconds(ticket.work, ticket.step.sms) * (1.0 if noise is None else noise.next())
+        seconds += self.host_prompt_step_s if ticket.row[0] else self.host_step_s
         self.gpu.hybrid = HybridFlight(ticket.step, now, now + seconds, ticket.row)
 
     def _deliver(self, now: float) -> None:

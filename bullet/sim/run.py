@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bullet.catalog.gpus import get_gpu
-from bullet.catalog.models import get_model
 from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo
 from bullet.devices.base import Device
-from bullet.devices.load import kv_capacity_tokens, load_device
+from bullet.devices.load import kv_capacity_tokens, load_device, served_model
 from bullet.errors import ConfigError
 from bullet.policies import build_policy
 from bullet.policies.base import Policy
@@ -46,7 +45,7 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
         raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
     splits = SplitTable.every(device.num_sms, config.device.partition_step_sms)
     if policy is None:
-        policy = build_policy(config, get_model(config.device.model), get_gpu(config.device.gpu), splits, device)
+        policy = build_policy(config, served_model(config.device), get_gpu(config.device.gpu), splits, device)
     sink: Any = writer if writer is not None else ListSink()
     if writer is not None:
         writer.resolved(config, len(workload))
