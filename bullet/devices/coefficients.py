@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -77,6 +78,12 @@ class DeviceCoefficients:
         """The fitted full-device bandwidth as a share of the data sheet's: the best that any family reaches."""
         return max(self.gemm_bandwidth, self.decode_attention_bandwidth, *self.rowwise_bandwidth.values())
 
+    @property
+    def digest(self) -> str:
+        """Of the numbers alone: a fit keeps its own in its notes, so that one that was changed since is known."""
+        numbers = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("source", "notes")}
+        return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
+
     def to_json(self) -> str:
         """Stable text: the same coefficients give the same bytes."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
@@ -147,6 +154,9 @@ def _check_notes(notes: object, where: str) -> None:
         needed = ("rows", "median", "p90", "worst")
         if not (isinstance(error, dict) and all(_within(error.get(key), 0, math.inf) for key in needed)):
             raise ProfileError(f"{where}: errors: {name} = {_short(error)}: must give {', '.join(needed)}: numbers of 0 or more")
+    for name in ("gpu", "model", "origin", "digest"):
+        if not isinstance(notes.get(name, ""), str):
+            raise ProfileError(f"{where}: {name} = {_short(notes[name])}: must be text")
     if "waves" in notes and not (isinstance(notes["waves"], dict) and {"on", "evidence"} <= set(notes["waves"])):
         raise ProfileError(f"{where}: waves = {_short(notes['waves'])}: must give on and evidence")
 

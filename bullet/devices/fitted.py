@@ -36,6 +36,18 @@ from bullet.errors import ConfigError
 from bullet.state import SplitTable
 
 
+def reduced_over(gpu: GpuSpec, tensor_parallel: int) -> tuple[float, str]:
+    """Bytes a second, one way, of the slowest link that an all-reduce of the group crosses, and a word for the device's label
+    where that is not the GPUs' own link: past a node it is the host's."""
+    if tensor_parallel > gpu.gpus_per_node:
+        speed = min(gpu.link_bytes_per_s, gpu.host_link_bytes_per_s)
+        return speed, f"; all-reduce past a node of {gpu.gpus_per_node}: over the host link of {speed / 1e9:g} GB/s"
+    speed = gpu.link_bytes_per_s
+    if tensor_parallel > 1 and (not gpu.link or gpu.link.upper().startswith("PCIE")):
+        return speed, f"; all-reduce over {gpu.link or 'PCIe'}, {speed / 1e9:g} GB/s"
+    return speed, ""
+
+
 class DeviceModel(Device):
     """A device of fitted coefficients. ``cache=False`` recomputes everything; results are the same to the last bit (a test)."""
 
@@ -82,6 +94,7 @@ class DeviceModel(Device):
         self._host_gap_s = c.host_gap_s
         self.has_host_time = c.host_gap_s > 0
         self._num_layers = model.num_layers
+        self._link_bytes_per_s, self._link_said = reduced_over(gpu, tensor_parallel)
         self._inverse_effective: dict[float, float] = {}
         self._last_corun: tuple[FittedWork | None, FittedWork | None, int, int, tuple[float, float]] = (
             None, None, 0, 0, (0.0, 0.0))
@@ -105,7 +118,7 @@ class DeviceModel(Device):
         others = [text.partition(":")[0] for text in assumed if text.endswith(", A100's")]
         if self.tensor_parallel == 1:
             others = [what for what in others if what != "all_reduce"]
-        return self.coefficients.source + (f"; {', '.join(others)}: A100's" if others else "")
+        return self.coefficients.source + (f"; {', '.join(others)}: A100's" if others else "") + self._link_said
 
     # ---- building work ---------------------------------------------------------------------------
 
@@ -182,7 +195,7 @@ class DeviceModel(Device):
         extra_s = 0.0
         if tp > 1:
             sent = work_model.all_reduce_bytes(self.model, tokens, tp)
-            extra_s = sent / (self.gpu.link_bytes_per_s * c.link_efficiency) + 2 * c.all_reduce_overhead_s
+            extra_s = sent / (self._link_bytes_per_s * c.link_efficiency) + 2 * c.all_reduce_overhead_s
         if self.model.num_experts:
             row = self._row(work_model.dense_kernels(self.model, tokens, tp, self._speed), extra_s)
         else:

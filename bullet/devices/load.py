@@ -66,7 +66,8 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
     """The device that ``config.timing`` names. ``fit``: :func:`load_fitted`; ``table``: the measured tables themselves; a
     folder: what ``bullet-profile fit --out FOLDER`` wrote there, a GPU's fit.json or a CPU's steps.json.
 
-    :class:`ConfigError` where tables, or a folder's numbers, are of another GPU or model than the configuration's.
+    :class:`ConfigError` where tables, or a folder's numbers, are of another GPU than the configuration's; another model's are
+    refused likewise, but for a GPU's fit, which is labelled so.
     """
     if config.timing == "fit":
         return load_fitted(config, cache=cache)
@@ -83,11 +84,22 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
     if not fitted.is_file():
         raise ConfigError(f"device.timing (--device-model) = {str(folder)!r}: must be fit, table, or a folder that holds "
                           "fit.json (steps.json of a CPU): bullet-profile fit SWEEP --out FOLDER makes one")
-    coefficients = DeviceCoefficients.from_json(fitted)
-    for name, found, wanted in (("gpu", gpu.name, "--gpu"), ("model", model_label(model), "--model")):
-        if coefficients.notes.get(name, found) != found:
-            raise ConfigError(f"{fitted}: fitted on {name} {coefficients.notes[name]}, not {found}: give it as {wanted}")
-    return _fitted(coefficients, config, model, gpu, cache)
+    return _fitted(_own_fit(fitted, model, gpu), config, model, gpu, cache)
+
+
+def _own_fit(path: Path, model: ModelSpec, gpu: GpuSpec) -> DeviceCoefficients:
+    """The fit of a file, its label saying on what it was made; another GPU's is refused."""
+    coefficients = DeviceCoefficients.from_json(path)
+    notes, source = coefficients.notes, coefficients.source
+    if notes.get("gpu", gpu.name) != gpu.name:
+        raise ConfigError(f"{path}: fitted on gpu {notes['gpu']}, not {gpu.name}: give it as --gpu")
+    if notes.get("model", model_label(model)) != model_label(model):
+        source += f" on {notes['model']}'s shapes"
+    if not notes.get("gpu") or not notes.get("model") or not notes.get("origin"):
+        source += ", of unknown origin: no gpu, model and origin in its notes"
+    elif notes.get("digest") != coefficients.digest:
+        source += f" on {notes['gpu']}, changed since"
+    return dataclasses.replace(coefficients, source=source)
 
 
 def load_fitted(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:

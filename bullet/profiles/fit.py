@@ -120,10 +120,11 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     coefficients = coefficients_of(out, axis)
     if chosen.implementation is not None:
         out.errors |= layer_errors(chosen.rows, DeviceModel(model, out.gpu, coefficients))
-        extra |= {"implementation": chosen.implementation, "operations": chosen.taken, "gpu": out.gpu.name,
-                  "model": model_label(model)}
+        extra |= {"implementation": chosen.implementation, "operations": chosen.taken}
     noted = with_notes(coefficients, out, rows)
-    return dataclasses.replace(noted, notes={**noted.notes, **extra})
+    whose = {"gpu": out.gpu.name, "model": model_label(model), "origin": ", ".join(sorted(set(out.sources.values()))),
+             "digest": coefficients.digest}
+    return dataclasses.replace(noted, notes={**noted.notes, **extra, **whose})
 
 
 def _sm_axis(out: Fit, table: Sequence[Row], rows: Sequence[Row], sm_data: Path | None,
