@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,12 @@ from bullet.config import Config, RunConfig, configuration, to_toml
 from bullet.devices.base import Device
 from bullet.devices.load import load_device
 from bullet.errors import ConfigError, ResultsError
-from bullet.files import create_folder, safe_name, write_text
+from bullet.files import Claim, safe_name, write_text
 from bullet.policies.sharing import share_options
 from bullet.results import folder as folders
 from bullet.results import metrics, page, plots, tables
-from bullet.results.columns import RequestTable, RunOutcome, StepTable, Table
-from bullet.signals import Watch, unwatched
+from bullet.results.columns import RequestTable, Rows, RunOutcome, StepTable, Table
+from bullet.signals import Say, Watch, silent, unwatched
 from bullet.workload import Workload, load_workload, resolved
 from bullet.workload.report import run_lines
 
@@ -126,23 +126,29 @@ def plot_comparison(runs: Sequence[Run]) -> Figure:
 
 
 def simulate(config: Config, *, out: str | Path | None = None, report: bool = True, watch: Watch = unwatched,
-             say: Callable[[str], None] | None = None) -> Run:
+             say: Say = silent) -> Run:
     """Simulate one run: ``simulate({"policy.name": "bullet", "workload.trace": "azure-code", "workload.rate_req_per_s": 5})``.
 
     ``out``: a fresh folder to keep it in, as ``bullet-sim run`` does, with plots and a page unless ``report`` is false; without
-    one nothing is written. ``say`` is told what was read of the trace, before the run. Whatever stops it, the rows in a folder
-    are kept. A :class:`~bullet.errors.BulletError` says in one line what is wrong, before anything is written.
+    one nothing is written. Whatever stops it, the rows in a folder are kept. ``say`` hears what was read of the trace, before the
+    run, and the table, when the files are written and nothing is drawn yet. A :class:`~bullet.errors.BulletError` says in one
+    line what is wrong, before anything is written.
     """
     (whole,), workload, device = prepare([configuration(config)], say)
-    return _simulate(whole, workload, device, None if out is None else Path(out), report, watch)[0]
+    run = _simulate(whole, workload, device, None if out is None else Path(out), watch)
+    say(run.table())
+    if run.folder is not None and report:
+        page.drawn(partial(_draw, run))
+    return run
 
 
 def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | None = None, report: bool = True,
-            watch: Watch = unwatched, say: Callable[[str], None] | None = None) -> list[Run]:
+            watch: Watch = unwatched, say: Say = silent) -> list[Run]:
     """The same requests under each of ``policies`` (names, or "A,B,.."), one run each, in order; otherwise as :func:`simulate`.
 
     An option goes to the policies that have it; one that none has is refused. ``out``: a folder with one a run in it and the
-    comparison's own files, as ``bullet-sim compare`` makes it.
+    comparison's own files, as ``bullet-sim compare`` makes it; a comparison that was stopped there goes on after the runs that
+    are whole, if they are of the same configuration.
     """
     given = policies if isinstance(policies, str) else ",".join(policies)
     policies = split_names(given)
@@ -153,21 +159,79 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
     configs, workload, device = prepare([
         dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies], say)
     if out is None:
-        return [_simulate(one, workload, device, None, report, watch)[0] for one in configs]
-    folder = Path(out)
-    create_folder(folder)
-    runs, outcomes, summaries = [], [], []
-    for one, name in zip(configs, names, strict=True):
-        run, outcome, summary = _simulate(one, workload, device, folder / name, report, watch)
-        # The comparison draws requests only: the steps, ten times as many, need not wait in memory.
-        runs.append(dataclasses.replace(run, steps_kept=None))
-        outcomes.append(dataclasses.replace(outcome, steps=StepTable.from_rows([])))
-        summaries.append(summary)
-        tables.write_comparison(folder, summaries)
-    write_text(folder / "comparison.txt", table(runs) + "\n")
-    if report:
-        page.write_comparison_report(folder, outcomes, summaries, [folder / name for name in names], to_toml(runs[0].config))
+        return [_simulate(one, workload, device, None, watch) for one in configs]
+    with Claim(Path(out), resumes=COMPARING) as claim:
+        folder = claim.folder
+        kept = _resumed(folder, claim.found, configs, names, workload, device)
+        write_text(folder / COMPARING, f"{', '.join(policies)}\n")
+        runs: list[Run] = []
+        for one, name in zip(configs, names, strict=True):
+            run = kept.get(name)
+            if run is None:
+                if (folder / name).is_dir():
+                    folders.discard(folder / name)
+                run = _simulate(one, workload, device, folder / name, watch)
+                # The steps, ten times as many as the requests, need not wait in memory.
+                run = dataclasses.replace(run, steps_kept=None)
+            runs.append(run)
+            tables.write_comparison(folder, [figures(run) for run in runs])
+        text = table(runs)
+        write_text(folder / "comparison.txt", text + "\n")
+        (folder / COMPARING).unlink()
+        say(text)
+        if report:
+            for run in runs:
+                page.drawn(partial(_draw, run))
+            page.drawn(lambda: page.write_comparison_report(
+                folder, [run.request_table for run in runs], [figures(run) for run in runs], [folder / name for name in names],
+                to_toml(runs[0].config)))
     return runs
+
+
+COMPARING = "comparing.txt"
+"""In the folder of a comparison that has not come to its end."""
+
+
+def _resumed(folder: Path, found: frozenset[str], configs: Sequence[RunConfig], names: Sequence[str], workload: Workload,
+             device: Device) -> dict[str, Run]:
+    """The whole runs of a comparison that was stopped in ``folder``; :class:`ResultsError` if they are of another."""
+    from bullet.sim.run import resolved as as_run
+
+    kept: dict[str, Run] = {}
+    strangers = sorted(found - {COMPARING, *names, "comparison.json", "comparison.csv", "comparison.txt"})
+    if strangers:
+        raise ResultsError(f"{folder}: holds a comparison that was stopped, and {strangers[0]}, which is none of --policies: "
+                           "choose another --out")
+    for config, name in zip(configs, names, strict=True):
+        if not (folder / name / "config.toml").is_file():
+            continue
+        run = load_run(folder / name)
+        asked = to_toml(as_run(config, workload, device))
+        if to_toml(run.config) != asked:
+            lines = [line for line in asked.splitlines() if line not in to_toml(run.config).splitlines()]
+            raise ResultsError(f"{folder / name}: is of another configuration ({'; '.join(lines)[:200]} is asked for now): "
+                               "choose another --out")
+        if not run.summary["complete"]:
+            continue
+        order = np.argsort(run.request_table["id"])
+        for column in ("arrival_s", "prompt_tokens", "output_tokens"):
+            if not np.array_equal(run.request_table[column][order], getattr(workload, column)):
+                raise ResultsError(f"{folder / name}: is of other requests ({column}): choose another --out")
+        kept[name] = dataclasses.replace(run, steps_kept=None)
+    return kept
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """A whole run's summary, as its file's figures."""
+    return {name: value for name, value in _figures(run).items() if name != "complete"}
+
+
+def _draw(run: Run) -> None:
+    assert run.folder is not None
+    steps = run.steps_kept
+    if steps is None:
+        steps = folders.StoredSteps([run.folder / "steps.parquet"], rows=run.summary["steps"])
+    page.write_run_report(run.folder, Rows(steps, run.request_table), figures(run), to_toml(run.config))
 
 
 def split_names(text: str) -> list[str]:
@@ -181,8 +245,7 @@ def load_run(folder: str | Path) -> Run:
     return Run(stored.config, stored.summary, Path(folder), stored.requests, stored.steps)
 
 
-def _simulate(config: RunConfig, workload: Workload, device: Device, folder: Path | None, report: bool,
-              watch: Watch) -> tuple[Run, RunOutcome, dict[str, Any]]:
+def _simulate(config: RunConfig, workload: Workload, device: Device, folder: Path | None, watch: Watch) -> Run:
     """One run, into one folder if there is one; whatever stops it, its rows are kept."""
     from bullet.sim.run import simulate as run_simulation
 
@@ -200,11 +263,8 @@ def _simulate(config: RunConfig, workload: Workload, device: Device, folder: Pat
             wall_s = time.perf_counter() - started
             summary = metrics.summarise(outcome)
             writer.close(outcome, summary, metrics.timing(outcome, wall_s))
-        if writer.stopping:
-            raise KeyboardInterrupt  # too late for this run, which is whole; not for what would follow
-        if report:
-            page.write_run_report(folder, outcome, summary, to_toml(outcome.config))
-    return Run(outcome.config, {"complete": True, **summary}, folder, outcome.requests, outcome.steps), outcome, summary
+        folder = writer.folder
+    return Run(outcome.config, {"complete": True, **summary}, folder, outcome.requests, outcome.steps)
 
 
 def prepare(configs: Sequence[RunConfig],

@@ -44,6 +44,10 @@ class PartitionError(BulletError):
     """A split of the SMs that the device or the mechanism cannot grant."""
 
 
+class PolicyError(ConfigError):
+    """A user's own policy that failed; names its file and line and the time in the run, and is raised from what it raised."""
+
+
 class EngineError(BulletError):
     """Weights that cannot be read, a model or cache that does not fit, or a device that failed under the engine."""
 

@@ -1,5 +1,6 @@
 """The command as a user meets it: what it writes, and one clear line for every mistake."""
 
+import argparse
 import gzip
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bullet import files
-from bullet.cli import common, sim
+from bullet.cli import common, lifecycle, sim
 from bullet.results.folder import load_run
 
 FAST = ["--num-requests", "40", "--quiet"]
@@ -269,25 +270,26 @@ def test_a_second_signal_does_not_break_the_line_about_the_first(number: str, tm
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def kept(folder: Path | None, tell: Callable[[Path | None], str] = common.kept_text) -> str:
+    def kept(args: argparse.Namespace, tell: Callable[[argparse.Namespace], str] = lifecycle.kept_text) -> str:
         signal.raise_signal(getattr(signal, number))
-        return tell(folder)
+        return tell(args)
 
     monkeypatch.setattr("bullet.results.page.write_run_report", interrupted)
-    monkeypatch.setattr(common, "kept_text", kept)
+    monkeypatch.setattr(lifecycle, "kept_text", kept)
     before = signal.getsignal(signal.SIGINT)
     assert sim.main(["run", "--num-requests", "5", "--quiet", "--out", str(tmp_path / "o")]) == 130
     assert capsys.readouterr().err.count("\n") == 1
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_error_in_a_users_policy_is_theirs_to_see(tmp_path: Path) -> None:
+def test_an_error_in_a_users_policy_is_theirs_to_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "stop.py"
     policy.write_text(STOPPING.format(error="ZeroDivisionError('mine')"))
     out = tmp_path / "run"
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        sim.main(["run", "--policy", f"{policy}:Stop", "--num-requests", "100", "--quiet", "--out", str(out)])
-    assert load_run(out).summary["why"] == "ZeroDivisionError: mine"
+    line = failing(capsys, "run", "--policy", f"{policy}:Stop", "--num-requests", "100", "--quiet", "--out", str(out))
+    assert f"{policy}:10: policy '{policy}:Stop': at t = 11.465377 s its next_step failed: ZeroDivisionError: mine" in line
+    assert f"rows so far are kept in {out}/ (54 of 100 requests finished)" in line
+    assert load_run(out).summary["why"].endswith("its next_step failed: ZeroDivisionError: mine")
 
 
 def test_progress_counts_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_the_page_is_one_file_with_everything(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "c"]
     for one, summary, folder in zip(outcomes, both, folders, strict=True):
         page.write_run_report(folder, one, summary, "")
-    page.write_comparison_report(tmp_path, outcomes, both, folders, 'trace = "<x>"\n')
+    page.write_comparison_report(tmp_path, [one.requests for one in outcomes], both, folders, 'trace = "<x>"\n')
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert len(pictures) == 4
@@ -190,14 +190,14 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
         plots.save(plots.plot_cdfs([one.requests], summaries(one)), tmp_path / "x.png")
     (tmp_path / "trace.json").mkdir()
     with pytest.raises(ResultsError, match=r"trace\.json: cannot be written"):
-        timeline.write_perfetto(one, tmp_path / "trace.json")
+        timeline.write_perfetto(one.steps, "A100-80GB (simulated)", tmp_path / "trace.json")
 
 
 # --------------------------------------------------------------------------------------------- Perfetto
 
 
 def events(tmp_path: Path, steps: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    timeline.write_perfetto(outcome("toy", steps), tmp_path / "trace.json")
+    timeline.write_perfetto(outcome("toy", steps).steps, "A100-80GB (simulated)", tmp_path / "trace.json")
     found: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     return found
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from bullet.errors import BulletError
-from bullet.signals import Watch, undisturbed
+from bullet.signals import Watch
 
 if TYPE_CHECKING:
     from bullet.config import RunConfig
@@ -27,6 +23,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        if options.get("add_help", True):
+            self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
@@ -48,6 +46,14 @@ def whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def out_folder(text: str) -> Path:
+    """Absolute at once: a user's policy may go elsewhere meanwhile."""
+    try:
+        return Path(os.path.abspath(text))
+    except OSError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no present folder ({exc.strerror})") from None
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,40 +141,17 @@ def progress_bar(total: int, label: str, quiet: bool,
 
 
 def watched(args: argparse.Namespace) -> Watch:
-    """Runs as a command watches them: a progress bar, stops between steps, and which folder to name if it comes to that."""
+    """Runs as a command watches them: a progress bar, and which folder to name if it comes to that."""
     @contextlib.contextmanager
     def watch(writer: RunWriter, requests: int, name: str) -> Iterator[Callable[[int], None] | None]:
         args.kept = writer.folder
         update, close = progress_bar(requests, name, args.quiet)
         try:
-            with stops_between_steps(writer, args):
-                yield update
+            yield update
         finally:
             close()
 
     return watch
-
-
-@contextlib.contextmanager
-def stops_between_steps(writer: RunWriter, args: argparse.Namespace) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run at its next step, every request accounted for; a second one at once, with
-    the rows there are."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        writer.request_stop()
-        args.stopped_by = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the default would take the rows along
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def print_paths(folder: Path, args: argparse.Namespace, *files: str) -> None:
@@ -179,45 +162,3 @@ def print_paths(folder: Path, args: argparse.Namespace, *files: str) -> None:
 
 
 RUN_FILES = "requests.parquet, steps.parquet, summary.json, timing.json, config.toml"
-
-
-def kept_text(folder: Path | None) -> str:
-    """What a stopped run left behind, for the one line that says so."""
-    if folder is None or not folder.is_dir() or not any(folder.iterdir()):
-        return "nothing was written"
-    if not (folder / "summary.json").exists():
-        return f"what was written is in {folder}/"
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    if summary["complete"]:
-        return f"finished runs are kept in {folder.parent}/"
-    if "finished" not in summary:
-        return f"what was written is in {folder}/"
-    return f"rows so far are kept in {folder}/ ({summary['finished']} of {summary['offered']} requests finished)"
-
-
-def one_blas_thread() -> None:
-    """Before a command loads numpy: no product here is worth OpenBLAS's threads. Joining them is the one wait at exit that no
-    signal ends, and where they cannot have memory OpenBLAS asks for it for ever. What the user has set stands."""
-    if "numpy" not in sys.modules:  # later it would only reach the children of whose process this is
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def guarded(program: str, args: argparse.Namespace) -> int:
-    args.kept, args.stopped_by = None, signal.SIGINT
-    try:
-        code: int = args.handler(args)
-        sys.stdout.flush()
-        return code
-    except BulletError as exc:
-        kept = f"; {kept_text(args.kept)}" if args.kept is not None and (args.kept / "summary.json").exists() else ""
-        print(f"{program}: error: {' '.join(str(exc).split())}{kept}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        with undisturbed():
-            by = "interrupted" if args.stopped_by == signal.SIGINT else "stopped by SIGTERM"
-            print(f"{program}: {by}; {kept_text(args.kept)}", file=sys.stderr)
-        return 128 + int(args.stopped_by)
-    except BrokenPipeError:
-        # The reader of our output (head, less) has gone: nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from bullet.catalog.gpus import GPUS
+from bullet.cli.common import out_folder
 from bullet.errors import ConfigError
-from bullet.files import make_folder
+from bullet.files import Claim
 from bullet.profiles.fit import fit_table
 from bullet.profiles.importers import PUBLISHERS, import_samples
 from bullet.profiles.show import listing, shipped_lines, table_lines
@@ -44,7 +46,7 @@ def add_commands(commands: Any) -> None:
     get = commands.add_parser("import", help="public kernel tables to one table of samples, checked")
     get.add_argument("--gpu", choices=PUBLISHERS, default=DEFAULT_GPU)
     get.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
-    get.add_argument("--out", type=Path, help="file to write (default profiles/<gpu>/llama-3.1-8b/samples.parquet)")
+    get.add_argument("--out", type=out_folder, help="file to write (default profiles/<gpu>/llama-3.1-8b/samples.parquet)")
     get.add_argument("--replace", action="store_true", help="write over a file that is there")
     get.set_defaults(handler=import_)
     fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out",
@@ -61,7 +63,7 @@ def add_commands(commands: Any) -> None:
                         help="fit a family on this source; may be repeated")
     fitter.add_argument("--borrow", action="append", default=[], metavar="FAMILY",
                         help="take a family of which the table has too few rows from A100's fit; may be repeated")
-    fitter.add_argument("--out", type=Path, help="folder for fit.json and SOURCE.md; without it nothing is written")
+    fitter.add_argument("--out", type=out_folder, help="folder for fit.json and SOURCE.md; without it nothing is written")
     fitter.add_argument("--replace", action="store_true", help="write over a fit in --out that differs")
     fitter.set_defaults(handler=fit_)
     show = commands.add_parser("show", help="coefficients and errors of a profile, or what a table holds",
@@ -93,17 +95,17 @@ def fit_(args: argparse.Namespace) -> int:
     """Fit, print the errors, write if asked."""
     path, table = named_table(args.samples, args.gpu, args.model)
     model, rows = model_of(table, args.model, str(path))
-    if args.out is not None:  # before a fit of some seconds, not after
-        make_folder(args.out)
     asked = {}
     for text in args.fit_on:
         family, equals, asked[family] = text.partition("=")
         if not equals:
             raise ConfigError(f"--fit-on {text}: must read FAMILY=VERSION, as in gemm=sglang 0.5.10")
-    fitted = fit_table(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow, implementation=args.implementation)
+    with nullcontext() if args.out is None else Claim(args.out, shared=True):  # before a fit of some seconds, not after
+        fitted = fit_table(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow, implementation=args.implementation)
+        written = None if args.out is None else fitted.write(args.out, args.replace)
     say(fitted.lines())
-    if args.out is not None:
-        say([f"wrote {fitted.write(args.out, args.replace)} and SOURCE.md"])
+    if written is not None:
+        say([f"wrote {written} and SOURCE.md"])
     return 0
 
 

@@ -7,21 +7,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from bullet.catalog.gpus import GPUS
-from bullet.errors import BulletError, ConfigError, one_line
+from bullet.cli.common import Parser, out_folder
+from bullet.cli.lifecycle import command
+from bullet.errors import ConfigError
 from bullet.gpu.splits import Split
-from bullet.profiler import session, summary, sweep
+from bullet.profiler import session, summary
 from bullet.profiler.session import Target
 
 PROG = "bullet-profile"
@@ -33,7 +32,7 @@ def say(text: str = "") -> None:
     sys.stdout.flush()
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
@@ -64,6 +63,7 @@ def _splits(text: str) -> list[Split]:
 def build_parser() -> argparse.ArgumentParser:
     """The command line, without running anything."""
     parser = _Parser(prog=PROG, description="Prove SM partitions and measure prefill and decode on them.")
+    parser.set_defaults(handler=measure)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     for name, text in (("check", "prove each pair of partitions with an SM probe"),
                        ("sweep", "prove the partitions, then measure alone and side by side"),
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--ignore-coscheduling", action="store_true",
                              help="splits in multiples of 2 on Hopper and above; large clusters are given up")
         command.add_argument("--gpu", choices=sorted(GPUS), default=Target.gpu, help="which GPU to simulate")
-        command.add_argument("--out", type=Path, default=None, help="folder for results; an existing one is resumed")
+        command.add_argument("--out", type=out_folder, default=None, help="folder for results; an existing one is resumed")
         command.add_argument("--allow-busy", action="store_true", help="measure beside other processes on the card")
         if name == "check":
             continue
@@ -98,57 +98,31 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 1 not proven (check) or tables that disagree, 2 the user's to repair, 3 device lost,
-    130 Ctrl-C, 141 nobody reads the output, 143 terminated."""
+    """Exit status: 0 done, 1 not proven (check) or tables that disagree, 3 device lost, and those of
+    :func:`bullet.cli.lifecycle.command`."""
+    return command(PROG, build_parser, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """All of them."""
     started_s = time.monotonic()
-    try:
-        args = build_parser().parse_args(argv)
-        target = _target(args)
-        with _terminate_as_interrupt():
-            if args.command == "compare":
-                common, difference = summary.compare(args.first, args.second)
-                say(f"{common} measurements in common; median difference {100 * difference:.1f} % (within 5 % wanted)")
-                return 0 if difference <= 0.05 else 1
-            if args.command == "table":
-                summary.table(args.out, say=say)
-                return 0
-            if args.command == "check":
-                report = session.check(target, args.out, say=say)
-                return 0 if target.device == "simulated" or (report.proven and not report.refused) else 1
-            asked = {"model": args.model, "budget_s": args.budget_s, "seed": args.seed, "skip": args.skip}
-            if args.plan_only:
-                say("\n".join(session.plan_lines(target, **asked)))
-                return 0
-            return session.sweep(target, args.out, started_s=started_s, say=say, **asked).status
-    except BulletError as exc:
-        sys.stdout.flush()
-        sys.stderr.write(f"{PROG}: error: {one_line(exc)}\n")
-        return 2
-    except KeyboardInterrupt as exc:
-        sys.stderr.write(f"{PROG}: {str(exc) or 'interrupted'}\n")
-        return sweep.interrupt_status(exc)
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    target = _target(args)
+    if args.command == "compare":
+        common, difference = summary.compare(args.first, args.second)
+        say(f"{common} measurements in common; median difference {100 * difference:.1f} % (within 5 % wanted)")
+        return 0 if difference <= 0.05 else 1
+    if args.command == "table":
+        summary.table(args.out, say=say)
+        return 0
+    if args.command == "check":
+        report = session.check(target, args.out, say=say)
+        return 0 if target.device == "simulated" or (report.proven and not report.refused) else 1
+    asked = {"model": args.model, "budget_s": args.budget_s, "seed": args.seed, "skip": args.skip}
+    if args.plan_only:
+        say("\n".join(session.plan_lines(target, **asked)))
+        return 0
+    return session.sweep(target, args.out, started_s=started_s, say=say, **asked).status
 
 
 def _target(args: argparse.Namespace) -> Target:
     return Target(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Target) if hasattr(args, f.name)})
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM (a time limit) unwinds like Ctrl-C: contexts are destroyed and rows kept. A second one changes nothing."""
-    def stop(number: int, frame: Any) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise sweep.Terminated("terminated")
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: the caller's handlers stay
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -5,10 +5,12 @@ Runs alone as ``python -m bullet.cli.profile``, which needs no installation.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
-from bullet.cli.common import Parser, guarded, one_blas_thread
+from bullet.cli.common import Parser
+from bullet.cli.lifecycle import command
 
 MEASURING = (("check", "prove each pair of SM partitions"), ("sweep", "measure alone and side by side"),
              ("gpu", "check, then sweep"), ("table", "a sweep's table from its rows"), ("compare", "do two sweeps agree?"))
@@ -16,12 +18,14 @@ MEASURING = (("check", "prove each pair of SM partitions"), ("sweep", "measure a
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``bullet-profile``; returns the exit status."""
-    one_blas_thread()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return command("bullet-profile", lambda: _parser(sys.argv[1:] if argv is None else argv), argv)
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     if arguments and arguments[0] in dict(MEASURING):
         from bullet.cli import measure
 
-        return measure.main(arguments)
+        return measure.build_parser()
     from bullet.cli import fit
 
     parser = Parser(prog="bullet-profile", description="Measure kernels against SMs, fit devices to tables, show either. Each "
@@ -31,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, text in MEASURING:
         commands.add_parser(name, help=text, add_help=False)
     fit.add_commands(commands)
-    return guarded("bullet-profile", parser.parse_args(arguments))
+    return parser
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ simulated side of ``validate`` does, and runs afterwards from the files where it
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from bullet.cli.common import (
     FLAGS,
@@ -22,15 +19,15 @@ from bullet.cli.common import (
     Parser,
     add_workload_arguments,
     build_config,
-    guarded,
     number,
-    one_blas_thread,
+    out_folder,
     print_paths,
     refuse_idle,
     watched,
     whole,
 )
-from bullet.files import create_folder, fresh_folder
+from bullet.cli.lifecycle import command
+from bullet.files import fresh_folder
 
 if TYPE_CHECKING:
     from bullet.config import RunConfig
@@ -72,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     device.add_argument("--allow-busy", action="store_true", help="go on beside other processes on the card")
     device.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets", help="any key of the configuration")
     device.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
-    device.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
+    device.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
     device.add_argument("--quiet", action="store_true", help="no progress bar")
     device.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
     load = Parser(add_help=False)
@@ -105,29 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 decisions differ, 2 the user's to repair, 130 Ctrl-C, 143 SIGTERM."""
-    one_blas_thread()
-    args = build_parser().parse_args(argv)
-    with _terminates_as_interrupt(args):
-        return guarded("bullet-run", args)
-
-
-@contextmanager
-def _terminates_as_interrupt(args: argparse.Namespace) -> Iterator[None]:
-    """Outside a run too (opening a device, step times) SIGTERM unwinds as Ctrl-C does: contexts are destroyed, and said."""
-    def stop(number: int, frame: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: a second one would strike the cleaning up
-        args.stopped_by = number
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """Exit status: 0 done, 1 decisions differ, and those of :func:`bullet.cli.lifecycle.command`."""
+    return command("bullet-run", build_parser, argv)
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:
@@ -161,19 +137,14 @@ def engine_of(args: argparse.Namespace) -> Engine:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    import json
-
-    from bullet.results import tables
     from bullet.runtime import serve
 
     config = run_config(args)
     serve.check_parquet()
     refuse_idle(args, [config.policy.name], "estimator", "steps")
     folder = fresh_folder(args.out, f"real-{config.policy.name}-{Path(config.workload.trace).name}")
-    _, summary = serve.replay(config, engine_of(args), folder, steps=args.steps, record=args.record,
-                              report=not args.no_report, watch=watched(args))
-    say(tables.comparison_table([summary]))
-    say("\n".join(serve.host_lines(json.loads((folder / "timing.json").read_text(encoding="utf-8")))))
+    serve.replay(config, engine_of(args), folder, steps=args.steps, record=args.record, report=not args.no_report,
+                 watch=watched(args), say=say)
     print_paths(folder, args, RUN_FILES)
     return 0
 
@@ -212,7 +183,6 @@ def _validate(args: argparse.Namespace) -> int:
         check_parquet()
         config = run_config(args)
         folder = fresh_folder(args.out, f"validate-{args.device}")
-        create_folder(folder)
         args.kept = folder
         names = None if args.policies is None else [n.strip() for n in args.policies.split(",") if n.strip()]
         closed_loop.measure(config, engine_of(args), folder, policies=names, rate=args.rate, num_requests=args.num_requests,

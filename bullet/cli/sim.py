@@ -13,8 +13,7 @@ from bullet.cli.common import (
     Parser,
     add_workload_arguments,
     build_config,
-    guarded,
-    one_blas_thread,
+    out_folder,
     print_paths,
     progress_bar,
     refuse_idle,
@@ -22,6 +21,7 @@ from bullet.cli.common import (
     whole,
 )
 from bullet.cli.inspect import add_inspect
+from bullet.cli.lifecycle import command
 from bullet.files import fresh_folder, safe_name
 
 EXAMPLES = """examples:
@@ -68,7 +68,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     common.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
     common.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets",
                         help="any key of the configuration, repeatable; overrides flags")
-    common.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
+    common.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
     common.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
     common.add_argument("--quiet", action="store_true", help="no progress bar")
     run = commands.add_parser("run", parents=[common], help="one policy", description="Replay a trace under one policy.", **style)
@@ -91,7 +91,7 @@ def _sim_parser() -> argparse.ArgumentParser:
                        "time (8 times as long)")
     check.add_argument("--data", type=Path, metavar="DIR", help="rtx4090: a folder with files as in "
                        "profiles/rtx4090/llama-3.1-8b; serving: a folder with runs that cannot be shipped, compared as well")
-    check.add_argument("--out", type=Path, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
+    check.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
     check.add_argument("--quiet", action="store_true", help="no progress bar")
     check.set_defaults(handler=_validate)
     sweep.add_commands(commands, common)
@@ -106,11 +106,9 @@ def _run(args: argparse.Namespace) -> int:
 
     config = build_config(args)
     refuse_idle(args, [config.policy.name], "estimator")
-    folder = fresh_folder(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
-    read: list[str] = []
-    table = api.simulate(config, out=folder, report=not args.no_report, watch=watched(args), say=read.append).table()
-    print("\n".join([*read, table]))
-    print_paths(folder, args, RUN_FILES)
+    out = fresh_folder(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
+    api.simulate(config, out=out, report=not args.no_report, watch=watched(args), say=print)
+    print_paths(out, args, RUN_FILES)
     return 0
 
 
@@ -119,12 +117,9 @@ def _compare(args: argparse.Namespace) -> int:
 
     config, names = build_config(args), api.split_names(args.policies)
     refuse_idle(args, names, "estimator")
-    folder = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
-    read: list[str] = []
-    table = api.table(api.compare(config, args.policies, out=folder, report=not args.no_report, watch=watched(args),
-                                  say=read.append))
-    print("\n".join([*read, table]))
-    print_paths(folder, args, "comparison.txt, comparison.csv, comparison.json", *(f"{safe_name(name)}/" for name in names))
+    out = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
+    api.compare(config, args.policies, out=out, report=not args.no_report, watch=watched(args), say=print)
+    print_paths(out, args, "comparison.txt, comparison.csv, comparison.json", *(f"{safe_name(name)}/" for name in names))
     return 0
 
 
@@ -132,7 +127,8 @@ def _validate(args: argparse.Namespace) -> int:
     from functools import partial
 
     from bullet.errors import ConfigError
-    from bullet.files import create_folder
+    from bullet.files import Claim
+    from bullet.results.page import drawn
 
     if args.target == "serving":
         from bullet.validation import serving as validation
@@ -156,15 +152,16 @@ def _validate(args: argparse.Namespace) -> int:
         ingredients = INGREDIENTS if args.ingredients else ()
         runs, validate = validation.runs_of(jitters, ingredients), partial(
             validation.validate, load_recorded(args.target, args.data), seeds=range(jitters), ingredients=ingredients)
-    folder = fresh_folder(args.out, f"validate-{args.target}")
-    create_folder(folder)
-    update, close = progress_bar(runs, "validate", args.quiet, "run")
-    try:
-        found = validate(progress=update)
-    finally:
-        close()
-    print(validation.write(folder, found))
-    print(f"written to {folder}/:\n  validate.json, validate.txt, validate.png, {validation.ROWS}")
+    with Claim(fresh_folder(args.out, f"validate-{args.target}")) as claim:
+        update, close = progress_bar(runs, "validate", args.quiet, "run")
+        try:
+            found = validate(progress=update)
+        finally:
+            close()
+        args.kept = claim.folder
+        print(validation.write(claim.folder, found))
+        picture = ", validate.png" if drawn(lambda: validation.draw(claim.folder, found)) else ""
+    print(f"written to {claim.folder}/:\n  validate.json, validate.txt{picture}, {validation.ROWS}")
     return 0
 
 
@@ -200,5 +197,4 @@ def _list(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``bullet-sim``."""
-    one_blas_thread()
-    return guarded("bullet-sim", _sim_parser().parse_args(argv))
+    return command("bullet-sim", _sim_parser, argv)

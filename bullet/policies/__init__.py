@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bullet.errors import BulletError, ConfigError, one_line
+from bullet.errors import ConfigError
+from bullet.policies import custom
 from bullet.policies.base import Policy, PolicyContext
+from bullet.policies.custom import is_custom
 
 if TYPE_CHECKING:
     from bullet.catalog.gpus import GpuSpec
@@ -66,11 +64,6 @@ def _find(name: str) -> tuple[Entry, list[int]]:
                       "path/to/file.py:Class")
 
 
-def is_custom(name: str) -> bool:
-    """Whether a name is a user's ``path/to/file.py:Class``."""
-    return ".py:" in name or name.endswith(".py")
-
-
 def describe() -> list[tuple[str, str]]:
     """Names (N, P stand for whole numbers) and what they are."""
     return [(name, entry.description) for name, entry in POLICIES.items()]
@@ -79,7 +72,7 @@ def describe() -> list[tuple[str, str]]:
 def check_name(name: str) -> None:
     """Refuse an unknown name early, before anything is built."""
     if is_custom(name):
-        load_custom(name)
+        custom.load(name)
     else:
         _find(name)
 
@@ -94,17 +87,7 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
     if not is_custom(name):
         entry, numbers = _find(name)
         return entry.build(context, numbers)
-    cls = load_custom(name)
-    try:
-        policy = cls(context)
-    except BulletError:
-        raise
-    except Exception as exc:
-        raise ConfigError(f"{name}: could not be built: {type(exc).__name__}: {one_line(exc)}") from exc
-    if not isinstance(policy, Policy):
-        raise ConfigError(f"{name}: is not a policy: it needs lanes, next_step(lane, state, now_s) and "
-                          "observe(step, elapsed_s)")
-    return policy
+    return custom.build(name, context)
 
 
 def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, device: Device | None) -> Policy:
@@ -118,33 +101,3 @@ def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: Spli
         estimator = make_estimator(chosen.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
                                    seed=config.seed, recalibrate=chosen.recalibrate, error=chosen.estimator_error)
     return make_policy(chosen.name, PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator, chosen.options))
-
-
-def load_custom(name: str) -> Callable[[PolicyContext], Policy]:
-    """The class behind ``path/to/file.py:Class``."""
-    path_text, _, class_name = name.rpartition(":")
-    path = Path(path_text)
-    if not path_text.endswith(".py") or not class_name:
-        raise ConfigError(f"policy {name!r}: must read path/to/file.py:Class")
-    if not path.is_file():
-        raise ConfigError(f"policy {name!r}: no file {path}")
-    module_name = f"bullet_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses in the user's file look themselves up here
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as exc:  # a script without a main guard may well call sys.exit
-        del sys.modules[module_name]
-        raise ConfigError(f"{path}: {type(exc).__name__} while loading: {one_line(exc)}") from exc
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        classes = sorted(k for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module_name)
-        raise ConfigError(f"{path}: no class {class_name!r}; it defines: {', '.join(classes) or 'none'}")
-    missing = [method for method in ("next_step", "observe") if not callable(getattr(found, method, None))]
-    if missing:  # lanes may well be set when it is built: make_policy looks at those
-        raise ConfigError(f"{path}: class {class_name!r} is not a policy: it lacks {' and '.join(missing)}")
-    result: Callable[[PolicyContext], Policy] = found
-    return result

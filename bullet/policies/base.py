@@ -103,7 +103,7 @@ def check_decision(owner: str, lane: str, now_s: float, decision: Decision, num_
 
     Whether what it asks for can be carried out, the state knows. ``num_sms``: the device's.
     """
-    for name, value in getattr(decision, "_asdict", dict)().items():
+    for name, value in decision._asdict().items() if isinstance(decision, tuple) and hasattr(decision, "_asdict") else ():
         check, allowed = _FIELDS.get(name, (bool, ""))
         if name == "target" and value is not None and check(value) and not 0 <= min(value) <= max(value) <= num_sms:
             allowed = f"0 to {num_sms} SMs for each lane"

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from bullet.errors import BulletError, ResultsError, one_line
+from bullet.errors import BulletError, one_line
+from bullet.files import write_text
 from bullet.gpu.partition import Pair, PartitionTable
 from bullet.gpu.splits import Split
 
@@ -105,11 +106,7 @@ class CheckReport:
 
     def write(self, path: Path) -> None:
         """As JSON, SM sets and overlaps included."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"proven": self.proven, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        except OSError as exc:
-            raise ResultsError(f"{path}: cannot be written ({exc.strerror}): choose another --out") from None
+        write_text(path, json.dumps({"proven": self.proven, **asdict(self)}, indent=1) + "\n")
 
     def lines(self) -> list[str]:
         """The verdicts for printing, one line a pair."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import ModelSpec, get_model
-from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, ResultsError, one_line, require
+from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, one_line, require
+from bullet.files import Claim
 from bullet.gpu.partition import PartitionTable, simulated_table
 from bullet.gpu.splits import IGNORE_SM_COSCHEDULING, Split, SplitRefusedError, granularity
 from bullet.profiler import card, summary
@@ -29,7 +29,7 @@ from bullet.profiler.bench import Bench, CpuBench, SimulatedBench
 from bullet.profiler.sweep import SweepResult, closing_seconds, run_prefix, run_sweep
 from bullet.profiles.journal import Journal, read_journal
 from bullet.profiles.rows import ENGINE_PHASES, finalise
-from bullet.signals import Say, silent
+from bullet.signals import Say, held, silent, warn
 
 CPU_BUDGET_S = 45.0
 DEVICES = ("cuda", "cpu", "simulated")
@@ -208,18 +208,18 @@ def check(target: Target = Target(), out: Path | None = None, *, say: Say = sile
         table = target.simulated_table()
         report = checking.unchecked(table, f"simulated {target.gpu}", "simulated: split arithmetic alone, nothing is proven")
         if out is not None:
-            report.write(out / "check.json")
+            with _claimed(out):
+                report.write(out / "check.json")
         say("\n".join([*report.lines()[:2], *(f"  {p.granted!s:>8}  would be granted" for p in table.pairs)]))
         return report
-    if out is not None:
-        _prepare(out)
-    session = _open_cuda(target, get_model("tiny"), 0, say, fall_back=False, started_s=time.monotonic())
-    try:
-        if out is not None:
-            session.report.write(out / "check.json")
-        say("\n".join(session.report.lines()))
-    finally:
-        _close(session.bench)
+    with nullcontext() if out is None else _claimed(out):
+        session = _open_cuda(target, get_model("tiny"), 0, say, fall_back=False, started_s=time.monotonic())
+        try:
+            if out is not None:
+                session.report.write(out / "check.json")
+            say("\n".join(session.report.lines()))
+        finally:
+            _close(session.bench)
     return session.report
 
 
@@ -246,8 +246,12 @@ def sweep(target: Target = Target(), out: Path | None = None, *, model: str | No
     started_s = time.monotonic() if started_s is None else started_s
     spec, budget_s = _defaults(target, model, budget_s)
     allowed = _without(skip)
-    out = out or Path("runs") / f"profile-{target.device}"
-    _prepare(out)
+    with _claimed(out or Path("runs") / f"profile-{target.device}") as claim:
+        return _sweep(target, claim.folder, spec, budget_s, seed, allowed, started_s, say)
+
+
+def _sweep(target: Target, out: Path, spec: ModelSpec, budget_s: float | None, seed: int,
+           allowed: Callable[[planning.Point], bool], started_s: float, say: Say) -> SweepResult:
     if target.device == "cuda":
         session = _open_cuda(target, spec, seed, say, fall_back=True, started_s=started_s, budget_s=budget_s)
     else:
@@ -273,12 +277,12 @@ def sweep(target: Target = Target(), out: Path | None = None, *, model: str | No
             summary.write_lines(out / "plan.txt", text)
             result = run_sweep(bench, spec, plan, journal, report, budget_s=budget_s, started_s=started_s,
                                fixed=session.fixed, say=say)
-            rows = finalise(journal.rows)
-        result.lines = summary.closing(out, rows, result, bench.gpu, bench.source, report.lines())
+            with held():  # rows are there: their table is made however the sweep ended
+                result.lines = summary.closing(out, finalise(journal.rows), result, bench.gpu, bench.source, report.lines())
+                summary.write_lines(out / "summary.txt", result.lines)
         say("\n" + "\n".join(result.lines))
-        summary.write_lines(out / "summary.txt", result.lines)
         if result.status in (2, 3):
-            _warn(f"error: {result.stopped}")
+            warn(f"bullet-profile: error: {result.stopped}")
         return result
     finally:
         _close(bench)
@@ -295,26 +299,23 @@ def _without(ops: Sequence[str]) -> Callable[[planning.Point], bool]:
     return lambda point: point.shape.op not in ops and (point.other is None or point.other.op not in ops)
 
 
-def _prepare(out: Path) -> None:
-    """Make the folder and look at what is in it before a device is opened: an error costs no device time then."""
+def _claimed(out: Path) -> Claim:
+    """The folder, and a look at what is in it before a device is opened: an error costs no device time then."""
+    claim = Claim(out, resumes="samples.jsonl")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as exc:
-        raise ResultsError(f"{out}: cannot be written ({exc.strerror}): choose another --out") from None
-    samples = out / "samples.jsonl"
-    if samples.exists() and samples.stat().st_size:
-        read_journal(samples)
+        samples = claim.folder / "samples.jsonl"
+        if samples.exists() and samples.stat().st_size:
+            read_journal(samples)
+    except BaseException:
+        claim.release(undo=True)
+        raise
+    return claim
 
 
 def _close(bench: Bench) -> None:
     """Destroy contexts. On a device that was lost the calls fail too, and the first error is the one to report."""
     try:
-        bench.close()
+        with held():
+            bench.close()
     except (BulletError, RuntimeError) as exc:
-        _warn(f"while cleaning up: {one_line(exc, 300)}")
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(f"bullet-profile: {text}\n")
+        warn(f"bullet-profile: while cleaning up: {one_line(exc, 300)}")

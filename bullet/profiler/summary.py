@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bullet.errors import ProfileError, ResultsError
+from bullet.files import write_text
 from bullet.profiler.sweep import SweepResult
 from bullet.profiles.journal import read_journal
 from bullet.profiles.rows import ENGINE_OPS, agreement, finalise, write_parquet
@@ -197,9 +198,9 @@ def tables(rows: Sequence[Row]) -> list[list[str]]:
 def write_lines(path: Path, lines: Sequence[str]) -> None:
     """As a text file; :class:`ResultsError` if that cannot be."""
     try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as exc:
-        raise ResultsError(f"{path}: cannot be written ({exc.strerror}); rows until here are kept") from None
+        write_text(path, "\n".join(lines) + "\n")
+    except ResultsError as exc:
+        raise ResultsError(f"{exc}; rows until here are kept") from None
 
 
 def _write_samples(out: Path, rows: Sequence[Row], gpu: str, source: str) -> bool:
@@ -237,8 +238,8 @@ def table(out: Path, *, say: Callable[[str], None]) -> None:
     proven = {kind: sum(row["partition"] == kind for row in rows) for kind in ("proven", "unproven", "none")}
     lines = fit([f"{len(rows)} rows of {gpu} ({source}): " + ", ".join(f"{n} {kind}" for kind, n in proven.items()),
                  drift_line(rows)], tables(rows))
-    say("\n".join(lines))
     write_lines(out / "summary.txt", lines)
+    say("\n".join(lines))
 
 
 def compare(first: Path, second: Path) -> tuple[int, float]:

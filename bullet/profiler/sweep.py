@@ -20,6 +20,7 @@ from bullet.profiler.bench import Bench, BusyError, DeviceLostError, Measurement
 from bullet.profiler.check import CheckReport
 from bullet.profiler.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
 from bullet.profiles.journal import Journal
+from bullet.signals import exit_status, held
 from bullet.version import VERSION
 
 PROGRESS_S = 5.0
@@ -36,7 +37,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class SweepResult:
     """What one call did. ``left``: planned points not come to; ``beyond``: points measured beyond the plan. ``stopped``:
     why it ended before the plan did, or empty. ``status``: exit status of that: 0 for the plan or the budget, 2 busy or
-    nothing measured, 3 device lost, 130 Ctrl-C, 143 terminated. ``lines``: the closing table, the first says how it ended.
+    nothing measured, 3 device lost, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. ``lines``: the closing table, the first says how
+    it ended. ``interrupt``: the signal.
     """
 
     measured: int = 0
@@ -47,15 +49,7 @@ class SweepResult:
     status: int = 0
     elapsed_s: float = 0.0
     lines: list[str] = field(default_factory=list)
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, unwinding like Ctrl-C: contexts are destroyed and rows kept."""
-
-
-def interrupt_status(exc: KeyboardInterrupt) -> int:
-    """The shell's exit status for the signal."""
-    return 143 if isinstance(exc, Terminated) else 130
+    interrupt: KeyboardInterrupt | None = None
 
 
 def run_prefix(bench: Bench, model: ModelSpec) -> str:
@@ -97,7 +91,8 @@ class _Recorder:
             "order": self.order, "measured_at": self.now(),
         }
         self.order += 1
-        self.journal.append(row)
+        with held():
+            self.journal.append(row)
 
     def _partition(self, split: Split | None) -> tuple[str, str]:
         if split is None:
@@ -174,7 +169,7 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
     except BusyError as exc:
         result.stopped, result.status = str(exc), 2
     except KeyboardInterrupt as exc:
-        result.stopped, result.status = str(exc) or "interrupted", interrupt_status(exc)
+        result.stopped, result.status, result.interrupt = str(exc) or "interrupted", exit_status(exc), exc
     if result.failed and not journal.done() and not result.stopped:
         result.stopped, result.status = f"no point could be measured; the first: {': '.join(result.failed[0])}"[:300], 2
     result.elapsed_s = clock() - begun_s

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bullet.config import RunConfig
-from bullet.errors import ConfigError, NoProgressError
+from bullet.errors import ConfigError, NoProgressError, PolicyError, one_line
 from bullet.results.columns import RequestTable, RunOutcome, StepTable
 from bullet.results.sink import PACK_STEPS, ListSink, RowSink
 from bullet.state import DECODE, HYBRID, PREFILL, KvCache, Partition, Phase, Request, SplitTable, Step, SystemState
@@ -168,9 +168,20 @@ class Bookkeeping:
         if self.preemptions_since_token > STALL_DECISIONS:
             raise self.stuck(f"{STALL_DECISIONS} preemptions without one new token")
 
+    @property
+    def owner(self) -> str:
+        """Who is at fault, for a line: a user's policy with its file and line."""
+        where = getattr(self.policy, "where", "")
+        return f"{where}{': ' if where else ''}policy {self.config.policy.name!r}"
+
+    def books_wrong(self, exc: BaseException) -> PolicyError:
+        """Under a user's policy, which may have changed what it may only read, the driver's own books broke."""
+        return PolicyError(f"{self.owner}: at t = {self.now_s:.6f} s the run's books no longer add up ({type(exc).__name__}: "
+                           f"{one_line(exc, 300)}): a policy may only read the state")
+
     def stuck(self, why: str) -> NoProgressError:
         """The error, with the state as it stands."""
-        return NoProgressError(f"policy {self.config.policy.name!r} makes no progress at t = {self.now_s:.3f} s: {why}; "
+        return NoProgressError(f"{self.owner} makes no progress at t = {self.now_s:.3f} s: {why}; "
                                f"{self.closed} of {len(self.arrivals)} requests closed, {self.standing()}")
 
     def standing(self) -> str:
@@ -191,17 +202,17 @@ class Bookkeeping:
 
     def no_such_sms(self, sms: int) -> NoProgressError:
         """A step on SMs that the device does not have."""
-        return NoProgressError(f"policy {self.config.policy.name!r} asked for {sms} SMs: the device has 1 to {self.num_sms}")
+        return NoProgressError(f"{self.owner} asked for {sms} SMs: the device has 1 to {self.num_sms}")
 
     def wrong_answer(self, lane: str, now_s: float, decision: Any, step_type: type) -> ConfigError:
         """Neither a step of the lane nor a wait."""
-        return ConfigError(f"policy {self.config.policy.name!r}: at t = {now_s:.6f} s {lane} was answered {decision!r}: "
+        return ConfigError(f"{self.owner}: at t = {now_s:.6f} s {lane} was answered {decision!r}: "
                            f"must be a {step_type.__name__} or a Wait")
 
     def cannot_carry_out(self, step: Step, now_s: float, exc: BaseException) -> ConfigError:
         """A user's step that the state refused, by one of ``STEP_ERRORS``."""
-        return ConfigError(f"policy {self.config.policy.name!r}: at t = {now_s:.6f} s its {step!r} cannot be carried out: "
-                           f"{type(exc).__name__}: {exc}")
+        return ConfigError(f"{self.owner}: at t = {now_s:.6f} s its {step!r} cannot be carried out: "
+                           f"{type(exc).__name__}: {one_line(exc, 300)}")
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,3 +131,10 @@ class RunOutcome:
     tpot_slo_s: float
     device: dict[str, Any] = field(default_factory=dict)
     source: str = "simulated"
+
+
+class Rows(NamedTuple):
+    """What a run leaves in rows, where nothing else of it is asked."""
+
+    steps: StepTable
+    requests: RequestTable

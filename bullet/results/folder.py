@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,15 +19,16 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet import parquet
+from bullet import parquet, signals
 from bullet.config import RunConfig, load_run_config, to_toml
 from bullet.errors import ResultsError
-from bullet.files import cannot_write, create_folder, write_json, write_text
+from bullet.files import LOCK, Claim, cannot_write, write_json, write_text
 from bullet.results.columns import BATCH_ROWS, REQUEST_COLUMNS, STEP_COLUMNS, RequestTable, RunOutcome, StepTable, Table
-from bullet.signals import undisturbed
 
 PART_ROWS = 16384
 """Rows that are held in memory before they go to a part file: 6 MB; a killed run loses no more than these."""
+IDLE_S, MOST_S = 2.0, 4.0
+"""Measured rows go to the disk when they are as old as this and nothing runs, or in any case (:meth:`RunWriter.poll`)."""
 
 
 def _arrow(table: Table, metadata: Mapping[str, str]) -> Any:
@@ -122,53 +124,65 @@ class RunWriter:
     """
 
     def __init__(self, folder: Path, *, source: str = "simulated", part_rows: int = PART_ROWS) -> None:
-        self._made = create_folder(folder)
-        self._resolved = False
-        self.folder = folder
-        self.source = source
+        self._stopping = self._merged = self.ended = self._resolved = False
         self.part_rows = part_rows
+        self._step_limit = part_rows * len(STEP_COLUMNS)
+        signals.listen(self)  # from here on nothing is stopped half-way
+        try:
+            self._claim = Claim(folder)
+        except BaseException:
+            signals.unlisten(self)
+            raise
+        self.folder = self._claim.folder
+        self.source = source
         self.metadata = {"source": source}
-        self.ended = False
-        self._parts = folder / "parts"
-        self._parts.mkdir()
+        self._parts = self.folder / "parts"
         self._cells: dict[type[Table], list[Any]] = {StepTable: [], RequestTable: []}
         self._written = {StepTable: 0, RequestTable: 0}  # part files
         # The figures need every request in the end: their columns stay in memory; the steps, many more, in their files.
         self._requests: list[Any] = []
         self._steps_written = 0
         self._step_cells, self._request_cells = self._cells[StepTable], self._cells[RequestTable]
-        self._step_limit = part_rows * len(STEP_COLUMNS)
         self._offered: int | None = None
-        self._stopping = self._merged = False
         self._tables: tuple[StepTable, RequestTable] | None = None
-        self._say_incomplete("still running, or killed; rows that were written are in parts/", {})
+        self._flushed_s = time.monotonic()
+        try:
+            self._parts.mkdir()
+            self._say_incomplete("still running, or killed; rows that were written are in parts/", {})
+        except BaseException as exc:
+            self._undo()
+            if isinstance(exc, OSError):
+                raise cannot_write(self._parts, exc) from None
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        if self.ended:
-            return
-        if exc is not None and not (self._resolved or any(self._cells.values()) or any(self._written.values())):
+        if not self.ended and exc is not None and not (
+                self._resolved or any(self._cells.values()) or any(self._written.values())):
             self._undo()
-            return
-        if exc is None:
-            self.abort("left before its end")
-            return
-        why = "interrupted" if isinstance(exc, KeyboardInterrupt) else f"{type(exc).__name__}: {exc}"
-        try:
-            with undisturbed():
-                self.abort(why)
-        except ResultsError:
+        elif not self.ended:
+            why = ("left before its end" if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt)
+                   else f"{type(exc).__name__}: {exc}")
             # A full disk stopped the run and stops this too: the part files stay, and the first error is the one to tell.
-            return
+            with contextlib.suppress(ResultsError) if exc is not None else contextlib.nullcontext(), signals.held():
+                self.abort(why)
+        self._end()
+        if exc is None:
+            signals.check()  # too late for this run, which is whole; not for what would follow
+
+    def _end(self) -> None:
+        self.ended = True
+        self._claim.release()
+        signals.unlisten(self)
 
     def _undo(self) -> None:
-        (self.folder / "summary.json").unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody else's files are in there by now
+            (self.folder / "summary.json").unlink(missing_ok=True)
             self._parts.rmdir()
-            if self._made:
-                self.folder.rmdir()
+        self._claim.release(undo=True)
+        self._end()
 
     def resolved(self, config: RunConfig, offered: int | None = None) -> None:
         """Store the configuration as it will be run; its hardware, model and policy go into the tables' metadata.
@@ -180,14 +194,14 @@ class RunWriter:
         self.metadata |= {"gpu": config.device.gpu, "model": config.device.model, "policy": config.policy.name}
 
     def step(self, row: tuple[Any, ...]) -> None:
-        """A row of ``STEP_COLUMNS``. Raises ``KeyboardInterrupt``, the row kept, once ``request_stop`` was called."""
+        """A row of ``STEP_COLUMNS``. Raises :class:`~bullet.signals.Stopped`, the row kept, once ``request_stop`` was called."""
         cells = self._step_cells
         cells.extend(row)
         if len(cells) >= self._step_limit:
             if len(cells) >= self.part_rows * len(STEP_COLUMNS):
                 self._flush(StepTable)
             if self._stopping:
-                raise KeyboardInterrupt
+                raise signals.stopped()
 
     def request(self, row: tuple[Any, ...]) -> None:
         """A row of ``REQUEST_COLUMNS``."""
@@ -210,16 +224,27 @@ class RunWriter:
         """Whether ``request_stop`` was called."""
         return self._stopping
 
+    def poll(self, busy: bool = True) -> bool:
+        """For a driver whose time passes: rows that wait go to the disk, at best when it is not ``busy``: writing them takes
+        milliseconds. Returns :attr:`stopping`."""
+        if time.monotonic() - self._flushed_s > (MOST_S if busy else IDLE_S):
+            for cls, cells in self._cells.items():
+                if cells:
+                    self._flush(cls)
+            self._flushed_s = time.monotonic()
+        return self._stopping
+
     def _flush(self, cls: type[Table]) -> None:
-        cells = self._cells[cls]
-        table = cls.from_cells(cells)
-        write_parquet(self._part(cls, self._written[cls]), table, self.metadata)
-        self._written[cls] += 1
-        if cls is RequestTable:
-            self._requests.append(table)
-        else:
-            self._steps_written += len(table)
-        cells.clear()
+        with signals.held():
+            cells = self._cells[cls]
+            table = cls.from_cells(cells)
+            write_parquet(self._part(cls, self._written[cls]), table, self.metadata)
+            self._written[cls] += 1
+            if cls is RequestTable:
+                self._requests.append(table)
+            else:
+                self._steps_written += len(table)
+            cells.clear()
 
     def _part(self, cls: type[Table], number: int) -> Path:
         return self._parts / f"{_stem(cls)}-{number:05d}.parquet"
@@ -261,10 +286,11 @@ class RunWriter:
         """Merge the parts; write summary and timing. :class:`ResultsError` if that fails: the parts stay."""
         if "source" in outcome.device:
             self.metadata["device_source"] = str(outcome.device["source"])
-        self._merge()
-        write_json(self.folder / "timing.json", timing)
-        write_json(self.folder / "summary.json", {"complete": True, **summary})
-        self.ended = True
+        with signals.held():
+            self._merge()
+            write_json(self.folder / "timing.json", timing)
+            write_json(self.folder / "summary.json", {"complete": True, **summary})
+            self._end()
 
     def abort(self, why: str) -> dict[str, int]:
         """Keep what there is, and say that it is not all. Returns requests offered, finished, rejected, unfinished."""
@@ -276,7 +302,7 @@ class RunWriter:
         offered = max(len(status), self._offered or 0)
         counts = {"offered": offered, "finished": finished, "rejected": rejected, "unfinished": offered - finished - rejected}
         self._say_incomplete(why, counts)
-        self.ended = True
+        self._end()
         return counts
 
 
@@ -308,6 +334,24 @@ def _column(chunks: Any, kind: str) -> NDArray[Any]:
     names = np.array(column.dictionary.to_pylist(), dtype=object)
     codes = column.indices.to_numpy(zero_copy_only=False)
     return names[codes] if len(codes) else np.empty(0, dtype=object)
+
+
+def discard(folder: Path) -> None:
+    """Take away a stopped run, to run it again; :class:`ResultsError` if anything else is in its folder."""
+    files = [path for path in (*folder.iterdir(), *(folder / "parts").glob("*")) if path.name != "parts"]
+    known = {"config.toml", "requests.parquet", "steps.parquet", "summary.json", "timing.json"}
+    strangers = [path for path in files if path.name not in known and path.parent.name != "parts" and path.suffix != ".tmp"
+                 and path.name != LOCK]
+    if strangers:
+        raise ResultsError(f"{strangers[0]}: is no file of the stopped run in {folder}: choose another --out")
+    try:
+        for path in files:
+            path.unlink()
+        if (folder / "parts").is_dir():
+            (folder / "parts").rmdir()
+        folder.rmdir()
+    except OSError as exc:
+        raise ResultsError(f"{folder}: cannot be taken away ({exc.strerror}): choose another --out") from None
 
 
 class StoredRun(NamedTuple):

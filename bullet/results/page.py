@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bullet.errors import one_line
 from bullet.files import write_text
-from bullet.results.columns import RunOutcome
+from bullet.results.columns import RequestTable, Rows, RunOutcome
 from bullet.results.plots import plot_cdfs, plot_comparison, plot_sm_share, save
 from bullet.results.tables import TABLE, cell_text, file_name, headline, label, notes_on
 from bullet.results.timeline import write_perfetto
+from bullet.signals import warn
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body{{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}}
@@ -62,22 +64,32 @@ def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], p
     write_text(path, _PAGE.format(title=html.escape(title), headline=html.escape(headline(summaries[0])), body="".join(parts)))
 
 
-def write_run_report(folder: Path, outcome: RunOutcome, summary: Mapping[str, Any], config_toml: str) -> None:
+def drawn(draw: Callable[[], object]) -> bool:
+    """Whether a picture or page could be made: it comes last, and costs files and table nothing; one line says why not."""
+    try:
+        draw()
+    except Exception as exc:  # matplotlib's are of every kind
+        warn(f"bullet: no plots or page: {type(exc).__name__}: {one_line(exc, 300)}")
+        return False
+    return True
+
+
+def write_run_report(folder: Path, outcome: RunOutcome | Rows, summary: Mapping[str, Any], config_toml: str) -> None:
     """Plots, Perfetto trace and HTML of one run."""
     cdf, share = folder / "plots" / "latency_cdf.png", folder / "plots" / "sm_share.png"
     save(plot_cdfs([outcome.requests], [summary]), cdf)
     save(plot_sm_share(outcome.steps, summary), share)
-    write_perfetto(outcome, folder / "trace.json")
+    write_perfetto(outcome.steps, f"{str(summary['gpu']).upper()} ({summary['source']})", folder / "trace.json")
     write_html(folder / "report.html", f"{label(summary)} on {file_name(summary['trace'])}", [summary],
                [("TTFT and TPOT", cdf), ("SMs over time", share)], config_toml)
 
 
-def write_comparison_report(folder: Path, outcomes: Sequence[RunOutcome], summaries: Sequence[Mapping[str, Any]],
+def write_comparison_report(folder: Path, requests: Sequence[RequestTable], summaries: Sequence[Mapping[str, Any]],
                             run_folders: Sequence[Path], config_toml: str) -> None:
     """Plots and HTML of a comparison; ``run_folders``: the runs', each with its own report already written."""
     bars, cdf = folder / "plots" / "comparison.png", folder / "plots" / "latency_cdf.png"
     save(plot_comparison(summaries), bars)
-    save(plot_cdfs([outcome.requests for outcome in outcomes], summaries), cdf)
+    save(plot_cdfs(requests, summaries), cdf)
     shares = [(f"SMs over time: {label(summary)}", run / "plots" / "sm_share.png")
               for summary, run in zip(summaries, run_folders, strict=True)]
     write_html(folder / "report.html", f"{len(summaries)} systems on {file_name(summaries[0]['trace'])}", summaries,

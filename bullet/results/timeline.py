@@ -11,19 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet.files import whole_file
-from bullet.results.columns import RunOutcome, StepTable
+from bullet.results.columns import StepTable
 
 _CHUNK_ROWS = 8192
 _THREADS = {"prefill": 1, "decode": 2, "hybrid": 3}
 
 
-def perfetto_events(outcome: RunOutcome) -> Iterator[str]:
+def perfetto_events(steps: StepTable, gpu: str) -> Iterator[str]:
     """Chrome trace events: a process for the GPU, a thread for each lane, counters only where they change.
 
     In order of start, a batch of rows at a time: neither the events nor the steps stand in memory.
+    ``gpu``: what the process is called.
     """
-    steps = outcome.steps
-    gpu = f"{str(outcome.device.get('gpu')).upper()} ({outcome.source})"
     yield json.dumps({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": gpu}})
     lanes: set[str] = set()
     for batch in steps.batches("lane"):
@@ -83,12 +82,12 @@ def _by_start(steps: StepTable) -> Iterator[list[list[Any]]]:
         held = {name: rows[name][kept] for name in _COLUMNS}
 
 
-def write_perfetto(outcome: RunOutcome, path: Path) -> None:
+def write_perfetto(steps: StepTable, gpu: str, path: Path) -> None:
     """Streamed: a long run's trace never stands in memory. Open it at ui.perfetto.dev."""
     with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
-        for event in perfetto_events(outcome):
+        for event in perfetto_events(steps, gpu):
             file.write(separator + event)
             separator = ",\n"
         file.write("\n]}\n")

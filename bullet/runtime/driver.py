@@ -29,10 +29,11 @@ from bullet.catalog.models import get_model
 from bullet.config import RunConfig
 from bullet.errors import ConfigError
 from bullet.policies import is_custom
-from bullet.policies.base import Policy, check_decision
+from bullet.policies.base import Policy
 from bullet.results.bookkeeping import INFINITY, STEP_ERRORS, Bookkeeping, Recorder
 from bullet.results.columns import RunOutcome
 from bullet.results.sink import RowSink
+from bullet.signals import stopped
 from bullet.state import (
     DECODE,
     HYBRID,
@@ -142,7 +143,7 @@ class Replay(Bookkeeping):
 
     def __init__(self, config: RunConfig, workload: Workload, machine: Machine, policy: Policy, sink: RowSink,
                  prompts: Callable[[int], Sequence[int]], *, clock: Callable[[], float] = time.perf_counter,
-                 sleep: Callable[[float], None] = time.sleep, stop: Callable[[], bool] = lambda: False,
+                 sleep: Callable[[float], None] = time.sleep, stop: Callable[[bool], bool] = lambda busy: False,
                  progress: Callable[[int], None] | None = None, record: Recorder | None = None) -> None:
         super().__init__(config, workload, policy, machine.splits, KvCache(machine.kv_blocks),
                          get_model(config.device.model).num_layers, sink, machine.engine.max_tokens, progress, record)
@@ -165,8 +166,8 @@ class Replay(Bookkeeping):
         """Until every request is finished or rejected. Time 0 is the call; arrivals count from there."""
         self.begun_s = self.clock()
         while self.closed < len(self.arrivals):
-            if self.stop():
-                raise KeyboardInterrupt
+            if self.stop(bool(self.flights)):
+                raise stopped()
             now = self._now()
             if self._changed(now):
                 self._boundary(now)
@@ -244,8 +245,6 @@ class Replay(Bookkeeping):
         started = self.clock()
         decision: Decision = self.policy.next_step(lane, state, now)
         self.host.prediction.append(self.clock() - started)
-        if is_custom(self.config.policy.name):
-            check_decision(self.config.policy.name, lane, now, decision, state.splits.num_sms)
         self.decisions += 1
         self._note("next_step", (lane, state, now, decision))
         self.wait_until_s[lane] = INFINITY

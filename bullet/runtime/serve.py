@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +24,10 @@ from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficient
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ConfigError, ResultsError
-from bullet.files import create_folder, write_text
+from bullet.files import Claim, write_text
 from bullet.policies.base import Policy
-from bullet.results import metrics, page
+from bullet.results import metrics, page, tables
+from bullet.results.bookkeeping import STEP_ERRORS
 from bullet.results.columns import RunOutcome
 from bullet.results.folder import RunWriter
 from bullet.runtime import machine as machines
@@ -96,7 +97,7 @@ def serve(config: RunConfig, workload: Workload, opened: machines.Opened, profil
           record: Path | None = None, report: bool = True, watch: Watch = unwatched,
           say: Say = silent) -> tuple[RunOutcome, dict[str, Any]]:
     """One real run on an open machine into one folder; whatever stops it, its rows are kept. Returns what happened and the
-    summary; ``record``: a file for :func:`recheck`."""
+    summary; ``record``: a file for :func:`recheck`; ``say`` hears the table, when the files are written and nothing is drawn."""
     machine = opened.machine
     model = get_model(config.device.model)
     device = estimator_device(model, opened.gpu, profile) if policies.needs_estimator(config.policy.name) else None
@@ -105,7 +106,7 @@ def serve(config: RunConfig, workload: Workload, opened: machines.Opened, profil
         writer.resolved(config, offered=len(workload))
         writer.metadata |= {"gpu": machine.name, "partition": machine.partition}
         run = Replay(config, workload, machine, policy, writer, machines.prompts_of(workload, model.vocab_size, config.seed),
-                     stop=lambda: writer.stopping)
+                     stop=writer.poll)
         recorder: Any = nullcontext()
         if record is not None:
             slos = [run.ttft_slo_s(int(t)) for t in workload.prompt_tokens]
@@ -117,24 +118,26 @@ def serve(config: RunConfig, workload: Workload, opened: machines.Opened, profil
         try:
             with recorder, watch(writer, len(workload), config.policy.name) as run.progress:
                 run.run()
-        except BaseException:
+        except BaseException as exc:
             run.close_unfinished()  # offered = finished + rejected + unfinished, whatever stopped it
+            if isinstance(exc, STEP_ERRORS) and policies.is_custom(config.policy.name):
+                raise run.books_wrong(exc) from exc
             raise
         outcome = run.outcome()
         summary = metrics.summarise(outcome)
-        writer.close(outcome, summary, run.timing(time.perf_counter() - started))
-    if writer.stopping:
-        raise KeyboardInterrupt
+        timing = run.timing(time.perf_counter() - started)
+        writer.close(outcome, summary, timing)
+    say("\n".join([tables.comparison_table([summary]), *host_lines(timing)]))
     if report and find_spec("matplotlib") is None:
         say("no plots: matplotlib is not installed here")
     elif report:
-        page.write_run_report(folder, outcome, summary, to_toml(outcome.config))
+        page.drawn(lambda: page.write_run_report(writer.folder, outcome, summary, to_toml(outcome.config)))
     return outcome, summary
 
 
 def replay(config: RunConfig, engine: Engine, folder: Path, *, steps: Path | None = None, record: Path | None = None,
-           report: bool = True, watch: Watch = unwatched) -> tuple[RunOutcome, dict[str, Any]]:
-    """Serve a trace under one policy on a real engine, into ``folder``. Returns what happened and the summary.
+           report: bool = True, watch: Watch = unwatched, say: Say = silent) -> tuple[RunOutcome, dict[str, Any]]:
+    """Serve a trace under one policy on a real engine, into ``folder``. Returns what happened and the summary, as :func:`serve`.
 
     ``steps``: a file of step times that the estimator starts from. ``record``: a file to write states, observations and
     decisions to (:func:`recheck`). What can be wrong is found before a device is opened and a folder made.
@@ -165,7 +168,7 @@ def replay(config: RunConfig, engine: Engine, folder: Path, *, steps: Path | Non
         if profile is None and engine.cpu and policies.needs_estimator(config.policy.name):
             engine.say("taking step times, for the estimator to start from")
             profile = step_times.measure_steps(opened, model, seed=config.seed)
-        return serve(config, workload, opened, profile, folder, record=record, report=report, watch=watch, say=engine.say)
+        return serve(config, workload, opened, profile, folder, record=record, report=report, watch=watch, say=say)
 
 
 def on_machine(config: RunConfig, opened: machines.Opened) -> RunConfig:
@@ -217,16 +220,10 @@ def take_steps(config: RunConfig, engine: Engine, folder: Path, max_tokens: int 
     if not least <= most <= model.context_tokens:
         raise ConfigError(f"--max-tokens {most}: step times take {least} or more on {engine.device}, up to "
                           f"{model.name}'s {model.context_tokens}")
-    made = create_folder(folder)
-    try:
+    with Claim(folder) as claim:
         with engine.open(config, most) as opened:
             profile = step_times.measure_steps(opened, model, seed=config.seed)
-    except BaseException:
-        if made:
-            with suppress(OSError):  # somebody else's files are in there by now
-                folder.rmdir()
-        raise
-    write_text(folder / "steps.json", profile.to_json())
+        write_text(claim.folder / "steps.json", profile.to_json())
     return profile
 
 

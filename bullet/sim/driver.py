@@ -21,7 +21,7 @@ from bullet.devices.base import Device, StepWork
 from bullet.devices.load import host_label, served_model
 from bullet.errors import PartitionError
 from bullet.policies import is_custom
-from bullet.policies.base import Policy, check_decision
+from bullet.policies.base import Policy
 from bullet.results.bookkeeping import INFINITY, STALL_DECISIONS, STEP_ERRORS, Bookkeeping, Recorder
 from bullet.results.columns import RunOutcome
 from bullet.results.sink import RowSink
@@ -31,14 +31,12 @@ from bullet.state import (
     DECODE,
     HYBRID,
     PREFILL,
-    Decision,
     DecodeStep,
     HybridStep,
     KvCache,
     PrefillStep,
     Request,
     SplitTable,
-    SystemState,
     Wait,
 )
 from bullet.workload import Workload
@@ -78,7 +76,7 @@ class Simulation(Bookkeeping):
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
         self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
         self._launch = self._launch_guarded if self.custom else self._begin
-        self._ask = self._ask_guarded if self.custom else policy.next_step
+        self._ask = policy.next_step
         self.decision_wall_s = 0.0
         self.works: dict[int, StepWork] = {}  # of the present prefill batch, by layers; negative: with the LM head
         # Requests by the decode iteration that gives them their last token: O(1) a step, whatever the batch.
@@ -241,17 +239,11 @@ class Simulation(Bookkeeping):
             self.waited(lane.name, gpu.prefill is None and gpu.decode is None and gpu.hybrid is None)
         return None
 
-    def _ask_guarded(self, lane: str, state: SystemState, now: float) -> Decision:
-        """For a user's policy: its answer is looked at."""
-        decision: Decision = self.policy.next_step(lane, state, now)
-        check_decision(self.config.policy.name, lane, now, decision, self.gpu.num_sms)
-        return decision
-
     def _launch_guarded(self, lane: Lane, step: PrefillStep | DecodeStep | HybridStep, now: float) -> None:
         """For a user's policy: what its step breaks is its mistake, told in one line."""
         n, legal = self.gpu.num_sms, self.legal_sms
         if 0 < step.sms < n and step.sms not in legal:
-            raise PartitionError(f"policy {self.config.policy.name!r} asked for {step.sms} SMs: the device has {n}, and a "
+            raise PartitionError(f"{self.owner} asked for {step.sms} SMs: the device has {n}, and a "
                                  f"partition {min(legal)} to {max(legal)} in steps of {min(legal)}")
         try:
             self._begin(lane, step, now)

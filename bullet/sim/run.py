@@ -12,15 +12,23 @@ from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo
 from bullet.devices.base import Device
 from bullet.devices.load import kv_capacity_tokens, load_device, served_model
 from bullet.errors import ConfigError
-from bullet.policies import build_policy
+from bullet.policies import build_policy, is_custom
 from bullet.policies.base import Policy
-from bullet.results.bookkeeping import Recorder
+from bullet.results.bookkeeping import STEP_ERRORS, Recorder
 from bullet.results.columns import RunOutcome
 from bullet.results.sink import ListSink
 from bullet.sim.driver import Simulation
 from bullet.sim.paged import PagedSimulation
 from bullet.state import SplitTable, kv_cache_of
 from bullet.workload import Workload, load_workload
+
+
+def resolved(config: RunConfig, workload: Workload, device: Device) -> RunConfig:
+    """The configuration as it is run and stored: nothing is left to be found out."""
+    slo, kv_tokens = resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens), config.device.kv_tokens
+    if kv_tokens is None:
+        kv_tokens = kv_capacity_tokens(device.model, device.gpu, config.device)
+    return dataclasses.replace(config, slo=slo, device=dataclasses.replace(config.device, kv_tokens=kv_tokens))
 
 
 def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any = None,
@@ -36,11 +44,9 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
         workload = load_workload(config.workload, config.seed)
     if device is None:
         device = load_device(config.device)
-    slo = resolve_slo(config.slo, config.workload.trace, workload.mean_prompt_tokens)
+    config = resolved(config, workload, device)
     kv_tokens = config.device.kv_tokens
-    if kv_tokens is None:
-        kv_tokens = kv_capacity_tokens(device.model, device.gpu, config.device)
-    config = dataclasses.replace(config, slo=slo, device=dataclasses.replace(config.device, kv_tokens=kv_tokens))
+    assert kv_tokens is not None
     if kv_tokens < KV_BLOCK_TOKENS:
         raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
     splits = SplitTable.every(device.num_sms, config.device.partition_step_sms)
@@ -59,9 +65,11 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
         run.run()
         assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
         return run.outcome()
-    except BaseException:
+    except BaseException as exc:
         # Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished.
         run.close_unfinished()
+        if isinstance(exc, STEP_ERRORS) and is_custom(config.policy.name):
+            raise run.books_wrong(exc) from exc
         raise
     finally:
         if collecting:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +17,11 @@ from bullet import policies as known_policies
 from bullet.config import Config, RunConfig, configuration, to_toml
 from bullet.devices.load import load_device
 from bullet.errors import ConfigError
-from bullet.files import create_folder, safe_name, write_text
+from bullet.files import Claim, safe_name, write_text
 from bullet.parquet import write_table
 from bullet.policies.sharing import share_options
 from bullet.results import plots
+from bullet.results.page import drawn
 from bullet.signals import Say, silent
 from bullet.sweeps import axes as axes_of
 from bullet.sweeps.axes import Axes, Cell
@@ -142,8 +144,7 @@ class Sweep:
         write_text(folder / "base.toml", to_toml(self.base))
         write_text(folder / "sweep.txt", self.text() + "\n")
         if report and len(self.errors) < len(self.rows):
-            for name, figure in self.figures():
-                plots.save(figure, folder / "plots" / name)
+            drawn(lambda: [plots.save(figure, folder / "plots" / name) for name, figure in self.figures()])
 
     def figures(self) -> Iterable[tuple[str, Any]]:
         """Figures with 95 % bands against the rate (else the first axis of numbers that varies), one curve a policy; one figure
@@ -241,22 +242,16 @@ def sweep(config: Config, axes: Axes, *, zipped: Sequence[Axes] = (), seeds: int
         given[SEED] = list(range(seeds))
     base = configuration(config)
     wanted = checked(axes_of.cells(base, given, zipped))
-    folder = None if out is None else Path(out)
-    made = folder is not None and create_folder(folder)
-    try:
+    with nullcontext() if out is None else Claim(Path(out)) as claim:
         pool = make_pool(cache, jobs, ray, progress, say)
         keys = [key_of(cell.config) for cell in wanted]
         records = pool.run(dict(zip(keys, (cell.config for cell in wanted), strict=True)))
-    except BaseException:
-        if made and folder is not None and not any(folder.iterdir()):
-            folder.rmdir()
-        raise
-    names = tuple(dict.fromkeys(key for cell in wanted for key in cell.place))
-    rows = [{**cell.place, SEED: cell.config.seed, "key": key, "error": records[key].get("error"),
-             **records[key].get("figures", {}), **cell.place} for cell, key in zip(wanted, keys, strict=True)]
-    result = Sweep(base, names if SEED in names else (*names, SEED), rows)
-    if folder is not None:
-        result.write(folder, report)
+        names = tuple(dict.fromkeys(key for cell in wanted for key in cell.place))
+        rows = [{**cell.place, SEED: cell.config.seed, "key": key, "error": records[key].get("error"),
+                 **records[key].get("figures", {}), **cell.place} for cell, key in zip(wanted, keys, strict=True)]
+        result = Sweep(base, names if SEED in names else (*names, SEED), rows)
+        if claim is not None:
+            result.write(claim.folder, report)
     return result
 
 

@@ -27,7 +27,7 @@ from bullet.devices.base import Device
 from bullet.devices.load import load_device
 from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ConfigError, ProfileError, ResultsError
-from bullet.files import create_folder, safe_name, write_json, write_text
+from bullet.files import Claim, safe_name, write_json, write_text
 from bullet.policies import build_policy, check_name
 from bullet.profiler import plan, session
 from bullet.results import metrics
@@ -71,8 +71,13 @@ def measure(config: RunConfig, engine: Engine, folder: Path, *, policies: Sequen
         check_name(name)
     if budget_s is not None and budget_s <= 0:
         raise ConfigError(f"--budget-s {budget_s:g}: must be positive")
-    model = get_model(config.device.model)
-    create_folder(folder)
+    with Claim(folder):
+        _measure(config, engine, folder, names, rate, num_requests, budget_s, watch)
+
+
+def _measure(config: RunConfig, engine: Engine, folder: Path, names: Sequence[str], rate: float | None, num_requests: int | None,
+             budget_s: float | None, watch: Watch) -> None:
+    cpu, model = engine.cpu, get_model(config.device.model)
     if config.device.model.endswith(".json"):
         keep_model(Path(config.device.model), folder)
     started = time.monotonic()
@@ -152,8 +157,8 @@ def sweep(config: RunConfig, engine: Engine, out: Path, budget_s: float | None, 
     # Its plan and summary are in its folder.
     result = session.sweep(session.Target("cpu", threads=engine.threads), out, model=config.device.model, budget_s=budget_s,
                            seed=config.seed, skip=[op for op in plan.OPS if op not in wanted])
-    if result.status in (130, 143):
-        raise KeyboardInterrupt
+    if result.interrupt is not None:
+        raise result.interrupt
     if result.status:
         raise ProfileError(f"{out}: the sweep ended with status {result.status}: see summary.txt there")
     say(result.lines[0])

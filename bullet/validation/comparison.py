@@ -282,7 +282,7 @@ def _ingredients_table(s: Mapping[str, Any], count: int) -> list[str]:
 
 
 def write(folder: Path, v: Validation) -> str:
-    """validate.json, validate.txt, validate.png and the requests of the one run beside the recorded ones. Returns the text."""
+    """validate.json, validate.txt and the requests of the one run beside the recorded ones. Returns the text."""
     text = table(v)
     write_json(folder / "validate.json", v.summary)
     write_text(folder / "validate.txt", text)
@@ -293,7 +293,13 @@ def write(folder: Path, v: Validation) -> str:
         numbers = ",".join(f"{x[m][i]:.6f}" for m in METRICS for x in (real, ours))
         rows.append(f"{i},{r.prompt_tokens[i]},{r.output_tokens[i]},{numbers}")
     write_text(folder / ROWS, "\n".join(rows) + "\n")
+    return text
+
+
+def draw(folder: Path, v: Validation) -> None:
+    """validate.png."""
+    r, one = v.recorded, v.one
+    real, ours = r.per_request(), one.per_request()
     figure = plot_validation({"measured": real, "simulated": ours}, {"measured": r.series, "simulated": one.series},
                              f"{r.target}, {r.model}: measured and simulated (one run, in full)")
     save(figure, folder / "validate.png")
-    return text

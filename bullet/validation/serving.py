@@ -361,7 +361,7 @@ def _diagnosis(v: Mapping[str, Any]) -> list[str]:
 
 
 def write(folder: Path, v: Mapping[str, Any]) -> str:
-    """validate.json, validate.txt, validate.png and points.csv. Returns the text."""
+    """validate.json, validate.txt and points.csv. Returns the text."""
     text = table(v)
     write_json(folder / "validate.json", v)
     write_text(folder / "validate.txt", text)
@@ -372,6 +372,11 @@ def write(folder: Path, v: Mapping[str, Any]) -> str:
                      f"{found['simulated_s'][metric]:.7g},{found['error'][metric]:.5f}"
                      for metric, measured_s in row["measured_s"].items()]
     write_text(folder / ROWS, "\n".join(rows) + "\n")
+    return text
+
+
+def draw(folder: Path, v: Mapping[str, Any]) -> None:
+    """validate.png."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in v["points"]:
         found = next(iter(row["workloads"].values()))
@@ -380,4 +385,3 @@ def write(folder: Path, v: Mapping[str, Any]) -> str:
             if kind in ("TTFT", "TPOT", "batch seconds") and metric not in v["engines"][row["engine"]]["reported_only"]:
                 groups.setdefault(f"{kind}, {row['gpu']}", []).append((measured_s, found["simulated_s"][metric]))
     save(plot_points(groups, f"{MODEL}: measured by others and simulated, nothing fitted"), folder / "validate.png")
-    return text

@@ -15,7 +15,8 @@ import pytest
 from fake_engine import FakeClock, replay, times
 
 import bullet
-from bullet.errors import ConfigError, EngineError, NoProgressError
+from bullet.errors import ConfigError, EngineError, NoProgressError, PolicyError
+from bullet.policies.custom import Custom
 from bullet.results import metrics
 from bullet.state import DECODE, HYBRID, PREFILL, Chunk, DecodeStep, HybridStep, PrefillStep, Wait
 
@@ -194,14 +195,15 @@ def test_a_users_answer_with_a_field_of_another_kind_is_told(answer, message):
         def next_step(self, lane, state, now_s):
             return answer
 
-    with pytest.raises(ConfigError, match=message):
-        replay([(0.0, 10, 2)], Misbehaves(), policy__name="mine.py:Misbehaves")
+    policy = Custom("mine.py:Misbehaves", Path("mine.py"), Misbehaves())
+    with pytest.raises(PolicyError, match=message):
+        replay([(0.0, 10, 2)], policy, policy__name="mine.py:Misbehaves")
 
 
 def test_a_stop_keeps_what_is_finished_and_accounts_for_the_rest():
     calls = []
 
-    def stop():
+    def stop(busy):
         calls.append(None)
         return len(calls) > 9
 

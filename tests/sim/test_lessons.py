@@ -263,7 +263,7 @@ def test_sweeps_over_the_split_and_a_timeline_show_where_the_lanes_overlap() -> 
             assert set(steps["sms"][steps["lane"] == PREFILL].tolist()) == {prefill_sms}
             assert set(steps["sms"][steps["lane"] == DECODE].tolist()) == {108 - prefill_sms}
         bars: dict[int, list[tuple[float, float]]] = {}
-        for event in map(json.loads, perfetto_events(outcome)):
+        for event in map(json.loads, perfetto_events(steps, "GPU")):
             if event["ph"] == "X":
                 bars.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
         overlap_us = sum(max(0.0, min(end_a, end_b) - max(a, b)) for a, end_a in bars.get(1, []) for b, end_b in bars.get(2, []))

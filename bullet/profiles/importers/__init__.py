@@ -14,7 +14,7 @@ from types import ModuleType
 from bullet.catalog.models import get_model
 from bullet.devices import PROFILES
 from bullet.errors import ProfileError, ResultsError
-from bullet.files import make_folder
+from bullet.files import Claim
 from bullet.profiles.check import check_samples
 from bullet.profiles.importers import aiconfigurator, frontier, llmservingsim, vidur
 from bullet.profiles.rows import Row, write_parquet
@@ -33,8 +33,10 @@ def import_samples(gpu: str, data: Path, out: Path | None = None, replace: bool 
     if path.exists() and not replace:
         raise ResultsError(f"{path}: is there: choose another --out, or say --replace")
     rows = import_public(gpu, data)
-    make_folder(path.parent)
-    write_parquet(path, rows, {"gpu": gpu, "source": "measured"})
+    with Claim(path.parent, shared=True):
+        if path.exists() and not replace:  # another import was faster
+            raise ResultsError(f"{path}: is there: choose another --out, or say --replace")
+        write_parquet(path, rows, {"gpu": gpu, "source": "measured"})
     return path, rows
 
 
