@@ -130,13 +130,14 @@ def simulate(config: Config, *, out: str | Path | None = None, report: bool = Tr
     """Simulate one run: ``simulate({"policy.name": "bullet", "workload.trace": "azure-code", "workload.rate_req_per_s": 5})``.
 
     ``out``: a fresh folder to keep it in, as ``bullet-sim run`` does, with plots and a page unless ``report`` is false; without
-    one nothing is written. Whatever stops it, the rows in a folder are kept. ``say`` hears what was read of the trace, before the
-    run, and the table, when the files are written and nothing is drawn yet. A :class:`~bullet.errors.BulletError` says in one
+    one nothing is written. Whatever stops it, the rows in a folder are kept. ``say`` hears what was read of the trace, and the
+    table, when the files are written and nothing is drawn yet. A :class:`~bullet.errors.BulletError` says in one
     line what is wrong, before anything is written.
     """
-    (whole,), workload, device = prepare([configuration(config)], say)
+    read: list[str] = []
+    (whole,), workload, device = prepare([configuration(config)], read.append)
     run = _simulate(whole, workload, device, None if out is None else Path(out), watch)
-    say(run.table())
+    say("\n".join([*read, run.table()]))
     if run.folder is not None and report:
         page.drawn(partial(_draw, run))
     return run
@@ -155,9 +156,10 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
     names = [safe_name(name) for name in policies]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"--policies {given!r}: must name each policy once, separated by commas")
-    base = configuration(config)
+    base, read = configuration(config), list[str]()
     configs, workload, device = prepare([
-        dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies], say)
+        dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies],
+        read.append)
     if out is None:
         return [_simulate(one, workload, device, None, watch) for one in configs]
     with Claim(Path(out), resumes=COMPARING) as claim:
@@ -178,7 +180,7 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
         text = table(runs)
         write_text(folder / "comparison.txt", text + "\n")
         (folder / COMPARING).unlink()
-        say(text)
+        say("\n".join([*read, text]))
         if report:
             for run in runs:
                 page.drawn(partial(_draw, run))

@@ -30,8 +30,8 @@ def test_the_demos_table_from_the_surface_alone(runs: list[bullet.Run], tmp_path
     assert sim(["compare", "--trace", "azure-code", "--rate", "5", "--num-requests", "30", "--policies", ",".join(POLICIES),
                 "--quiet", "--no-report", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("simulated on A100-80GB")
-    assert table(runs) == printed[:printed.index("\n\nwritten to")]
+    assert printed.startswith("trace azure-code: 8,819 rows, built in")
+    assert table(runs) == printed[printed.index("simulated on A100-80GB"):printed.index("\n\nwritten to")]
     assert table([simulate({**DEMO, "policy.name": name}) for name in POLICIES]) == table(runs)
     assert table([load_run(out / name) for name in POLICIES]) == table(runs) == (out / "comparison.txt").read_text().strip()
     assert not (tmp_path / "runs").exists()

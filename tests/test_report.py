@@ -234,7 +234,7 @@ def test_a_long_runs_timeline_is_in_order_of_start(monkeypatch: pytest.MonkeyPat
     starts = []
     for size in (1000, 7):
         monkeypatch.setattr(columns, "BATCH_ROWS", size)
-        events = [json.loads(event) for event in timeline.perfetto_events(outcome("toy", steps, 1, 1))]
+        events = [json.loads(event) for event in timeline.perfetto_events(outcome("toy", steps, 1, 1).steps, "GPU")]
         starts.append([(e["ts"], e["tid"]) for e in events if e["ph"] == "X"])
     assert starts[0] == starts[1] == sorted(starts[0])
     assert starts[0][0] == (0.0, 1)
