@@ -144,7 +144,12 @@ class Sweep:
         write_text(folder / "base.toml", to_toml(self.base))
         write_text(folder / "sweep.txt", self.text() + "\n")
         if report and len(self.errors) < len(self.rows):
-            drawn(lambda: [plots.save(figure, folder / "plots" / name) for name, figure in self.figures()])
+            drawn(lambda: self.draw(folder / "plots"))
+
+    def draw(self, folder: Path) -> None:
+        """Its figures, as PNG."""
+        for name, figure in self.figures():
+            plots.save(figure, folder / name)
 
     def figures(self) -> Iterable[tuple[str, Any]]:
         """Figures with 95 % bands against the rate (else the first axis of numbers that varies), one curve a policy; one figure
