@@ -53,7 +53,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
     commands = parser.add_subparsers(dest="command", required=True,
-                                     metavar="run | compare | sweep | goodput | inspect | validate | list")
+                                     metavar="run | compare | sweep | goodput | bound | inspect | validate | list")
     common = Parser(add_help=False)
     add_workload_arguments(common)
     common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
@@ -79,6 +79,7 @@ def _sim_parser() -> argparse.ArgumentParser:
                                   description="Replay the same requests under several policies; one folder each.", **style)
     compare.add_argument("--policies", metavar="A,B,..", default="bullet,sglang-1024,sglang-2048,vllm-1024",
                          help="default %(default)s")
+    compare.add_argument("--bound", action="store_true", help="also what share of the fluid bound each reaches")
     compare.set_defaults(handler=_compare)
     check = commands.add_parser("validate", help="replay a recorded run of a real engine",
                                 description="Replay a recorded run of a real engine: simulated beside measured, one run and the "
@@ -118,7 +119,11 @@ def _compare(args: argparse.Namespace) -> int:
     config, names = build_config(args), api.split_names(args.policies)
     refuse_idle(args, names, "estimator")
     out = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
-    api.compare(config, args.policies, out=out, report=not args.no_report, watch=watched(args), say=print)
+    runs = api.compare(config, args.policies, out=out, report=not args.no_report, watch=watched(args), say=print)
+    if args.bound:
+        from bullet.sweeps.bound import bound
+
+        print("\n" + bound(config).reached({run.config.policy.name: run.summary["request_throughput"] for run in runs}))
     print_paths(out, args, "comparison.txt, comparison.csv, comparison.json", *(f"{safe_name(name)}/" for name in names))
     return 0
 

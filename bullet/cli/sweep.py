@@ -23,6 +23,8 @@ EXAMPLES = """examples:
       a configuration with [axes] and [[zip]] (docs/sweeps.md)
   bullet-sim sweep --rate 5 --axis slo.tpot_s=0.05,0.1,0.2 --axis policy.options.decode_floor=0:0.3:0.1
       any key of the configuration
+  bullet-sim bound --trace arxiv --policies bullet,vllm-1024 --num-requests 4000
+      requests per second at most, and what is reached of it
   bullet-sim goodput --trace sharegpt --policies bullet,sglang-1024 --seeds 4
       the highest rate with an attainment of 0.9, to 2 %
 """
@@ -56,6 +58,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     good.add_argument("--tolerance", type=number, default=0.02, metavar="SHARE", help="relative width at which bisection ends "
                       "(default %(default)s)")
     good.set_defaults(handler=_goodput)
+    limit = commands.add_parser("bound", parents=[common, pool], help="how many requests per second at most",
+                                description="The fluid bound of a workload on a device: one phase at a time, each fixed split, "
+                                "all splits. With --policies, beside what each serves at saturation.", **style)
+    limit.set_defaults(handler=_bound)
 
 
 def _axes(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Any], list[dict[str, Any]]]:
@@ -140,11 +146,38 @@ def _goodput(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bound(args: argparse.Namespace) -> int:
+    from bullet.api import split_names
+    from bullet.errors import ConfigError
+    from bullet.sweeps import bound, goodput
+
+    config = build_config(args)
+    for value, flag in ((args.out, "--out"), (args.rate, "--rate")):
+        if value is not None:
+            raise ConfigError(f"{flag} {value}: has no effect on bound")
+    found = bound.bound(config)
+    print(f"analytic, from the simulated device: {config.device.gpu}, {config.device.model}; {config.workload.trace}\n")
+    print(found.text())
+    if args.policies:
+        names = split_names(args.policies)
+        with _Told(args) as told:
+            measured = goodput.capacity(config, names, seeds=args.seeds or goodput.SEEDS, cache=args.cache, jobs=args.jobs,
+                                        ray=args.ray, progress=told.progress, say=told.say)
+        width = max(map(len, names))
+        print("\nsimulated at saturation, share of the fluid bound:")
+        for one in measured.values():
+            notes = ([] if one.whole else ["not saturated: ask for more requests"])
+            notes += [f"served requests of {one.mix:.2f} x the mean length"] if abs(one.mix - 1) > 0.1 else []
+            print(f"  {one.policy:<{width}}  {one.req_per_s.text('.3f')} req/s  {one.req_per_s.mean / found.fluid.req_per_s:.1%}"
+                  + (f"  ({'; '.join(notes)})" if notes else ""))
+    return 0
+
+
 class _Told:
     """Progress on the terminal: one line that is rewritten; into a file, a line at each tenth."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.quiet, self.name = args.quiet, args.command
+        self.args, self.quiet, self.name = args, args.quiet, args.command
         self.tty = sys.stderr.isatty()
         self.started = time.monotonic()
         self.tenth, self.open, self.cached = 0, False, 0
@@ -158,12 +191,20 @@ class _Told:
             sys.stderr.write("\n")
 
     @property
+    def cache(self) -> Path:
+        from bullet.sweeps.cache import DEFAULT
+
+        return self.args.cache or DEFAULT
+
+    @property
     def progress(self) -> Callable[[Progress], None] | None:
         return self._tell
 
     def _tell(self, at: Progress) -> None:
         if self.first:
             self.first, self.cached = False, at.done
+        if at.done:
+            self.args.kept = self.cache  # what a command that is stopped says it leaves
         if self.quiet or not at.total:
             return
         tenth = 10 * at.done // at.total

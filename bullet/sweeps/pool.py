@@ -27,6 +27,8 @@ RETRIES = 5
 """Of a run whose worker died, by Ray itself."""
 DEATHS = 3
 """Of pools in a row without one result between them."""
+_joined: list[str] = []
+"""The address of the cluster that this process joined here; empty where it did not, or a notebook did so itself."""
 ANSWER_S = 5.0
 """How long a Ray address may take to answer."""
 
@@ -111,7 +113,7 @@ class Pool:
 
         def go(work: Iterable[tuple[str, RunConfig]], cache: Cache) -> Iterable[tuple[str, Any]]:
             # Batches of one: a run takes long enough, and what a batch had done would be lost with its worker.
-            run = Parallel(n_jobs=min(self.workers, tasks), backend="loky", batch_size=1, return_as="generator_unordered")
+            run = Parallel(n_jobs=self.workers, backend="loky", batch_size=1, return_as="generator_unordered")
             results: Iterable[tuple[str, Any]] = run(delayed(run_one)(key, config, cache.path(key)) for key, config in list(work))
             return results
 
@@ -153,7 +155,7 @@ class _Estimate:
             self.took.setdefault(record["policy"], []).append(record["seconds"])
         self.workers = min(pool.workers, max(1, len(left)))
         if pool.progress is not None:
-            pool.progress(Progress(self.done, self.total, None))
+            pool.progress(Progress(self.done, self.total, None if left else 0.0))
 
     def ended(self, config: RunConfig, record: Mapping[str, Any]) -> None:
         name = config.policy.name
@@ -179,6 +181,8 @@ def _on_ray(address: str, workers: int) -> Callable[[Iterable[tuple[str, RunConf
         import ray
     except ImportError as exc:
         raise ConfigError(f"ray is not installed ({one_line(exc)}): pip install 'bullet-llm[cluster]'") from None
+    if ray.is_initialized() and _joined not in ([], [address]):
+        ray.shutdown()
     if not ray.is_initialized():
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         if address == "local":
@@ -190,6 +194,7 @@ def _on_ray(address: str, workers: int) -> Callable[[Iterable[tuple[str, RunConf
             ray.init(**options)
         except Exception as exc:
             raise ConfigError(f"--ray {address}: no Ray cluster there ({type(exc).__name__}: {one_line(exc, 200)})") from None
+        _joined[:] = [address]
     remote = ray.remote(max_retries=RETRIES)(run_one)
 
     def go(work: Iterable[tuple[str, RunConfig]], cache: Cache) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bullet import policies as known_policies
-from bullet.config import Config, RunConfig, configuration, to_toml
+from bullet.config import Config, RunConfig, WorkloadConfig, configuration, to_toml
 from bullet.devices.load import load_device
 from bullet.errors import ConfigError
 from bullet.files import Claim, safe_name, write_text
@@ -29,7 +29,7 @@ from bullet.sweeps.cache import DEFAULT, Cache, code_digest, key_of
 from bullet.sweeps.intervals import Estimate, interval, paired
 from bullet.sweeps.pool import Pool, Progress
 from bullet.version import VERSION
-from bullet.workload import load_workload
+from bullet.workload import load_workload, resolved
 
 RATE, POLICY, SEED = "workload.rate_req_per_s", "policy.name", "seed"
 PANELS = (("slo_attainment_mean_length", "SLO attainment (mean length)", 1.0), ("mean_ttft_ms", "mean TTFT (s)", 1e-3),
@@ -136,11 +136,11 @@ class Sweep:
         """``runs.parquet``, ``runs.csv``, ``points.csv``, ``base.toml``, ``sweep.txt``, and with ``report`` ``plots/``."""
         write_table(folder / "runs.parquet", self.table)
         columns = self.table.column_names
-        write_text(folder / "runs.csv", _csv(columns, ([row.get(name) for name in columns] for row in self.rows)))
+        write_text(folder / "runs.csv", csv_text(columns, ([row.get(name) for name in columns] for row in self.rows)))
         keys = [key for key in self.axes if key != SEED]
         lines = [[*(place[key] for key in keys), figure, value.mean, value.half_width, value.seeds]
                  for figure in POINTS if any(figure in row for row in self.rows) for place, value in self.points(figure)]
-        write_text(folder / "points.csv", _csv([*keys, "figure", "mean", "half_width_95", "seeds"], lines))
+        write_text(folder / "points.csv", csv_text([*keys, "figure", "mean", "half_width_95", "seeds"], lines))
         write_text(folder / "base.toml", to_toml(self.base))
         write_text(folder / "sweep.txt", self.text() + "\n")
         if report and len(self.errors) < len(self.rows):
@@ -187,7 +187,8 @@ class Sweep:
         return [{key: row[key] for key in self.axes} for row in self.rows]
 
 
-def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Lines of CSV; ``None`` is an empty cell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(head)
@@ -203,17 +204,20 @@ def checked(cells: Sequence[Cell]) -> list[Cell]:
     for name in dict.fromkeys(cell.config.policy.name for cell in cells):
         known_policies.check_name(name)
     devices = {config: load_device(config) for config in dict.fromkeys(cell.config.device for cell in cells)}
-    for workload_config, seed in {cell.config.workload: cell.config.seed for cell in cells}.items():
-        workload = load_workload(workload_config, seed)
+    whole: dict[WorkloadConfig, WorkloadConfig] = {}
+    for cell in cells:
+        if cell.config.workload not in whole:
+            workload = load_workload(cell.config.workload, cell.config.seed)
+            whole[cell.config.workload] = resolved(cell.config.workload, workload)
     kinds: dict[str, RunConfig] = {}
     for cell in cells:
         kinds.setdefault(_kind(cell.config), cell.config)
     nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
-                                  output_tokens=workload.output_tokens[:0])
+                                  output_tokens=workload.output_tokens[:0], shared_prefix=None)
     shared = dict(zip(kinds, share_options(list(kinds.values()), lambda config: simulate(
         config, workload=nothing, device=devices[config.device])), strict=True))
-    return [dataclasses.replace(cell, config=dataclasses.replace(cell.config, policy=shared[_kind(cell.config)].policy))
-            for cell in cells]
+    return [dataclasses.replace(cell, config=dataclasses.replace(
+        cell.config, policy=shared[_kind(cell.config)].policy, workload=whole[cell.config.workload])) for cell in cells]
 
 
 def _kind(config: RunConfig) -> str:
