@@ -122,13 +122,24 @@ class Bookkeeping:
                            request.admitted_s, request.first_token_s, finish_s, generated, request.preemptions,
                            self.slo_per_token_s * request.prompt_tokens, self.mean_slo_s))
 
+    def break_off(self, exc: BaseException) -> BaseException:
+        """Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished. Returns what to
+        raise for it."""
+        users = bool(getattr(self.policy, "where", ""))
+        try:
+            self.close_unfinished()
+        except Exception:
+            if not users:  # it broke the state: who has no row counts as unfinished
+                raise
+        return self.books_wrong(exc) if users and isinstance(exc, (*STEP_ERRORS, AttributeError)) else exc
+
     def close_unfinished(self) -> None:
         """Rows of the requests that an interrupted run leaves behind, those yet to arrive included."""
         state, decode = self.state, self.state.decode
         left = [*state.queue, *state.ready, *state.chunked, *decode.requests.values()]
         if state.prefill is not None:
             left.extend(state.prefill.requests)
-        for request in left:
+        for request in {request.id: request for request in left}.values():
             generated = decode.generated(request) if request.id in decode.requests else request.generated
             self.request_row(request, "unfinished", "", None, generated)
         for i in range(self.next_arrival, len(self.arrivals)):

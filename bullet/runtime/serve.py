@@ -27,7 +27,6 @@ from bullet.errors import ConfigError, ResultsError
 from bullet.files import Claim, write_text
 from bullet.policies.base import Policy
 from bullet.results import metrics, page, tables
-from bullet.results.bookkeeping import STEP_ERRORS
 from bullet.results.columns import RunOutcome
 from bullet.results.folder import RunWriter
 from bullet.runtime import machine as machines
@@ -119,9 +118,9 @@ def serve(config: RunConfig, workload: Workload, opened: machines.Opened, profil
             with recorder, watch(writer, len(workload), config.policy.name) as run.progress:
                 run.run()
         except BaseException as exc:
-            run.close_unfinished()  # offered = finished + rejected + unfinished, whatever stopped it
-            if isinstance(exc, STEP_ERRORS) and policies.is_custom(config.policy.name):
-                raise run.books_wrong(exc) from exc
+            told = run.break_off(exc)
+            if told is not exc:
+                raise told from exc
             raise
         outcome = run.outcome()
         summary = metrics.summarise(outcome)

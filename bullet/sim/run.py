@@ -12,9 +12,9 @@ from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo
 from bullet.devices.base import Device
 from bullet.devices.load import kv_capacity_tokens, load_device, served_model
 from bullet.errors import ConfigError
-from bullet.policies import build_policy, is_custom
+from bullet.policies import build_policy
 from bullet.policies.base import Policy
-from bullet.results.bookkeeping import STEP_ERRORS, Recorder
+from bullet.results.bookkeeping import Recorder
 from bullet.results.columns import RunOutcome
 from bullet.results.sink import ListSink
 from bullet.sim.driver import Simulation
@@ -66,10 +66,9 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
         assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
         return run.outcome()
     except BaseException as exc:
-        # Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished.
-        run.close_unfinished()
-        if isinstance(exc, STEP_ERRORS) and is_custom(config.policy.name):
-            raise run.books_wrong(exc) from exc
+        told = run.break_off(exc)
+        if told is not exc:
+            raise told from exc
         raise
     finally:
         if collecting:
