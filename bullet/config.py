@@ -43,6 +43,9 @@ class WorkloadConfig:
     rejected by name and counted. ``num_requests = None``: as many as the trace has, which is also what
     :func:`load_run_config` takes for recorded arrivals if nobody gives a number.
 
+    ``arrivals = closed``: ``concurrency`` clients, each of which sends its next request when its last one has ended and it has
+    thought for ``think_time_s`` (the mean, ``think = exponential``, or always, ``constant``); it thinks before its first as well.
+
     Of a trace file: ``format`` (one of ``TRACE_FORMATS``), the columns to read (``prompt_column`` may add several up: ``a+b``),
     the unit of its times (``None``: as the file states it, and asked about where it states none), the ``window`` of it that is
     used (bullet/workload/cuts.py: rows ``151:300`` or times ``10min:20min``), whether failed requests are left out (``None``: a
@@ -66,11 +69,24 @@ class WorkloadConfig:
     warmup: str | None = None
     skip_failed: bool | None = None
     tokenizer: str | None = None
+    concurrency: int | None = None
+    think_time_s: float = 0.0
+    think: str = "exponential"
 
     def __post_init__(self) -> None:
-        require(self.arrivals in ("recorded", "poisson", "constant", "gamma"), "workload.arrivals", self.arrivals,
-                "recorded, poisson, constant or gamma")
-        if self.arrivals != "recorded":
+        require(self.arrivals in ("recorded", "poisson", "constant", "gamma", "closed"), "workload.arrivals", self.arrivals,
+                "recorded, poisson, constant, gamma or closed")
+        if self.arrivals == "closed":
+            require(self.concurrency is not None and 1 <= self.concurrency <= 10**6, "workload.concurrency (--concurrency)",
+                    self.concurrency, "a number of clients, 1 to 10^6")
+        else:
+            require(self.concurrency is None, "workload.concurrency (--concurrency)", self.concurrency,
+                    f"none with {self.arrivals} arrivals: use workload.arrivals = closed (--arrivals closed)")
+            require(self.think_time_s == 0, "workload.think_time_s (--think-time)", self.think_time_s,
+                    f"0 with {self.arrivals} arrivals: clients think in a closed loop (--concurrency N)")
+        require(0 <= self.think_time_s <= 1e6, "workload.think_time_s (--think-time)", self.think_time_s, "0 to 10^6 s")
+        require(self.think in ("exponential", "constant"), "workload.think (--think)", self.think, "exponential or constant")
+        if self.arrivals not in ("recorded", "closed"):
             require(self.rate_req_per_s is not None and math.isfinite(self.rate_req_per_s)
                     and self.rate_req_per_s > 0, "workload.rate_req_per_s (--rate)", self.rate_req_per_s,
                     "a positive number of requests per second")
@@ -101,19 +117,26 @@ TABLE_4_SLOS: Mapping[str, tuple[float, float]] = types.MappingProxyType({
 class SloConfig:
     """Service-level objectives. ``None`` takes Table 4's value for the trace (ShareGPT's for traces not in it).
 
+    TTFT is ``ttft_s`` for every request, or ``ttft_s_per_token`` x a prompt, of which there are two readings.
     ``ttft_slo_policy``: the reading that the policy is given: ``mean_length`` (the rate x the workload's mean prompt
     ``mean_prompt_tokens``, which :func:`resolve_slo` fills in before the run) or ``per_request`` (x its own prompt).
+    ``by_default``: which of them nobody gave, filled in likewise.
     """
 
     ttft_s_per_token: float | None = None
     tpot_s: float | None = None
     ttft_slo_policy: str = "mean_length"
     mean_prompt_tokens: float | None = None
+    ttft_s: float | None = None
+    by_default: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s_per_token", "tpot_s", "mean_prompt_tokens"):
+        for name in ("ttft_s_per_token", "tpot_s", "mean_prompt_tokens", "ttft_s"):
             value = getattr(self, name)
             require(value is None or (math.isfinite(value) and value > 0), f"slo.{name}", value, "positive")
+        require(self.ttft_s is None or self.ttft_s_per_token is None, "slo.ttft_s (--ttft)", self.ttft_s,
+                "the only TTFT objective: slo.ttft_s_per_token (--ttft-per-token) is given too")
+        require(self.by_default in (None, "ttft", "tpot", "ttft tpot"), "slo.by_default", self.by_default, "ttft, tpot or ttft tpot")
         require(self.ttft_slo_policy in ("mean_length", "per_request"), "slo.ttft_slo_policy", self.ttft_slo_policy,
                 "mean_length or per_request")
 
@@ -121,10 +144,13 @@ class SloConfig:
 def resolve_slo(slo: SloConfig, trace: str, mean_prompt_tokens: float) -> SloConfig:
     """Every ``None`` replaced by what it stands for, so that the stored configuration is whole."""
     ttft_s_per_token, tpot_s = TABLE_4_SLOS.get(trace, TABLE_4_SLOS["sharegpt"])
+    no_ttft = slo.ttft_s is None and slo.ttft_s_per_token is None
+    ours = " ".join(name for name, missing in (("ttft", no_ttft), ("tpot", slo.tpot_s is None)) if missing)
     return dataclasses.replace(
         slo,
-        ttft_s_per_token=slo.ttft_s_per_token if slo.ttft_s_per_token is not None else ttft_s_per_token,
+        ttft_s_per_token=ttft_s_per_token if no_ttft else slo.ttft_s_per_token,
         tpot_s=slo.tpot_s if slo.tpot_s is not None else tpot_s,
+        by_default=ours or slo.by_default,
         mean_prompt_tokens=slo.mean_prompt_tokens if slo.mean_prompt_tokens is not None else mean_prompt_tokens,
     )
 
@@ -296,6 +322,9 @@ def load_run_config(path: str | Path | None = None, overrides: Mapping[str, Any]
     workload = raw.get("workload")
     if isinstance(workload, dict) and workload.get("arrivals") == "recorded":
         workload.setdefault("num_requests", None)
+    if isinstance(workload, dict) and workload.get("concurrency") is not None:
+        workload.setdefault("arrivals", "closed")
+    _displace_slo(raw.get("slo"), [key.removeprefix("slo.") for key, value in (overrides or {}).items() if value is not None])
     return from_mapping(RunConfig, raw, "configuration" if overrides else where)
 
 
@@ -318,6 +347,18 @@ def dotted(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return flat
+
+
+def _displace_slo(slo: Any, given: list[str]) -> None:
+    """An objective given on top of a file takes the place of the file's, in whichever form that is."""
+    if not isinstance(slo, dict):
+        return
+    for key, other in (("ttft_s", "ttft_s_per_token"), ("ttft_s_per_token", "ttft_s")):
+        if key in given and other not in given:
+            slo.pop(other, None)
+    if isinstance(slo.get("by_default"), str):
+        ours = [name for name in slo["by_default"].split() if not any(key.startswith(name) and key != "ttft_slo_policy" for key in given)]
+        slo["by_default"] = " ".join(ours) or None
 
 
 def parse_set(text: str) -> tuple[str, Any]:

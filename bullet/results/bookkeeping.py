@@ -6,8 +6,11 @@ The drivers' loops, which spend the time, are written twice on purpose; all that
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -45,8 +48,8 @@ class Bookkeeping:
             raise ConfigError(f"policy {config.policy.name!r}: lanes = {names}: must be ('prefill', 'decode') or "
                               "('hybrid',)")
         slo = config.slo
-        assert slo.ttft_s_per_token is not None
         assert slo.mean_prompt_tokens is not None
+        assert (slo.ttft_s is None) != (slo.ttft_s_per_token is None), slo
         self.config, self.policy, self.sink, self.progress, self.record = config, policy, sink, progress, record
         self.two_lanes = len(names) == 2
         self._pack = sink.pack if isinstance(sink, ListSink) else None
@@ -56,17 +59,25 @@ class Bookkeeping:
         self.longest_tokens = longest_tokens
         self.workload_source = workload.source
         # Views: an element comes as fast as a list's, as a number of Python's, and a million cost no memory.
-        self.arrivals: Sequence[float] = np.ascontiguousarray(workload.arrival_s).data
+        self.arrivals: Any = np.ascontiguousarray(workload.arrival_s).data
         self.prompts: Sequence[int] = np.ascontiguousarray(workload.prompt_tokens).data
         self.outputs: Sequence[int] = np.ascontiguousarray(workload.output_tokens).data
-        self.slo_per_token_s, self.mean_slo_s = slo.ttft_s_per_token, slo.ttft_s_per_token * slo.mean_prompt_tokens
+        # For every request the same, or in proportion to its prompt.
+        self.slo_fixed_s, self.slo_per_token_s = slo.ttft_s or 0.0, slo.ttft_s_per_token or 0.0
+        self.mean_slo_s = self.slo_fixed_s + self.slo_per_token_s * slo.mean_prompt_tokens
         self.policy_reads_mean = slo.ttft_slo_policy == "mean_length"
         self.now_s = 0.0
         self.next_arrival = 0
         #: From an arrival until a policy sees it.
         self.host_request_s = config.device.host_request_s
-        self.next_arrival_s = self.arrivals[0] + self.host_request_s if len(self.arrivals) else INFINITY
         self.closed = 0  # finished or rejected
+        self.sends: list[float] | None = None  # of a closed loop: when those who think will send, a heap
+        if workload.closed is not None:
+            self.arrivals = array("d", [math.nan]) * len(workload)
+            self.thinks = iter(workload.closed.think_s.tolist())
+            self.sends = list(islice(self.thinks, workload.closed.clients))
+            heapify(self.sends)
+        self.next_arrival_s = self._arrival_after(-1)
         self.decisions = self.steps_ended = self.split_changes = 0
         self.preemptions_since_token = self.waits_since_launch = 0
         self.emitted_s: dict[int, float] = {}
@@ -75,25 +86,37 @@ class Bookkeeping:
 
     # ---- requests --------------------------------------------------------------------------------
 
+    def own_slo_s(self, prompt_tokens: int) -> float:
+        """The TTFT objective by a request's own prompt."""
+        return self.slo_fixed_s + self.slo_per_token_s * prompt_tokens
+
     def ttft_slo_s(self, prompt_tokens: int) -> float:
         """The TTFT that a policy is shown as a request's objective."""
-        return self.mean_slo_s if self.policy_reads_mean else self.slo_per_token_s * prompt_tokens
+        return self.mean_slo_s if self.policy_reads_mean else self.own_slo_s(prompt_tokens)
 
     def arrived(self, now_s: float) -> Iterator[Request]:
         """Requests that arrived by now, to be let in one by one; what can never be served is refused by name."""
         kv = self.state.kv
         while self.next_arrival_s <= now_s:
             i = self.next_arrival
+            if self.sends is not None:
+                self.arrivals[i] = heappop(self.sends)
             prompt, total = self.prompts[i], self.prompts[i] + self.outputs[i]
             request = Request(i, self.arrivals[i], prompt, self.ttft_slo_s(prompt))
             request.queued_s = self.next_arrival_s
             self.next_arrival = i + 1
-            self.next_arrival_s = self.arrivals[i + 1] + self.host_request_s if i + 1 < len(self.arrivals) else INFINITY
+            self.next_arrival_s = self._arrival_after(i)
             if total <= self.longest_tokens and kv.blocks_for(total - 1) <= kv.total_blocks:
                 yield request
                 continue
             request.phase = Phase.REJECTED
             self._close(request, "rejected", "over_context" if total > self.longest_tokens else "over_kv_capacity", None)
+
+    def _arrival_after(self, i: int) -> float:
+        """When a policy sees the next request, as far as is known."""
+        if self.sends is not None:
+            return self.sends[0] + self.host_request_s if self.sends else INFINITY
+        return self.arrivals[i + 1] + self.host_request_s if i + 1 < len(self.arrivals) else INFINITY
 
     def emit(self, request: Request, now_s: float) -> None:
         """A request has a token more: note the gap, which spans a preemption too."""
@@ -112,6 +135,11 @@ class Bookkeeping:
 
     def _close(self, request: Request, status: str, reason: str, finish_s: float | None) -> None:
         self.closed += 1
+        if self.sends is not None:
+            think_s = next(self.thinks, None)
+            if think_s is not None:
+                heappush(self.sends, (request.queued_s if finish_s is None else finish_s) + think_s)
+                self.next_arrival_s = self.sends[0] + self.host_request_s
         self.request_row(request, status, reason, finish_s, request.generated)
         if self.progress is not None:
             self.progress(1)
@@ -120,7 +148,7 @@ class Bookkeeping:
         """A row of requests.parquet."""
         self.sink.request((request.id, request.arrival_s, request.prompt_tokens, self.outputs[request.id], status, reason,
                            request.admitted_s, request.first_token_s, finish_s, generated, request.preemptions,
-                           self.slo_per_token_s * request.prompt_tokens, self.mean_slo_s))
+                           self.own_slo_s(request.prompt_tokens), self.mean_slo_s))
 
     def break_off(self, exc: BaseException) -> BaseException:
         """Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished. Returns what to
@@ -171,7 +199,7 @@ class Bookkeeping:
     def waited(self, lane: str, idle: bool) -> None:
         """A policy that waits, and then waits again, with nobody else to change anything, would do so for ever."""
         self.waits_since_launch += 1
-        if self.waits_since_launch > STALL_DECISIONS and idle and self.next_arrival == len(self.arrivals):
+        if self.waits_since_launch > STALL_DECISIONS and idle and self.next_arrival_s == INFINITY:
             raise self.stuck(f"{lane} waited {STALL_DECISIONS} times while nothing ran or arrived")
 
     def check_preemptions(self) -> None:

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from bullet.config import KV_BLOCK_TOKENS, WorkloadConfig
 from bullet.errors import ConfigError, TraceError
-from bullet.workload.arrivals import draw_arrivals, recorded_arrivals, stream
+from bullet.workload.arrivals import LATEST_ARRIVAL_S, draw_arrivals, draw_thinks, recorded_arrivals, stream
 from bullet.workload.builtin import BUILTIN, Builtin, load_builtin
 from bullet.workload.cuts import Window, counted_from
 from bullet.workload.read import read_trace
 from bullet.workload.table import BlockIds, Reading, Table, shared_prefixes
 
-__all__ = ["BUILTIN", "Builtin", "Description", "Reading", "Workload", "describe", "describe_table", "load_builtin",
+__all__ = ["BUILTIN", "Builtin", "ClosedLoop", "Description", "Reading", "Workload", "describe", "describe_table", "load_builtin",
            "load_trace", "load_workload", "read_trace", "resolved", "stream"]
 
 MOST_REQUESTS = 10**8
@@ -42,13 +42,22 @@ class Description(NamedTuple):
     cv: float | None
 
 
+class ClosedLoop(NamedTuple):
+    """``clients`` that each wait for their last request to end, then think; ``think_s``: float64 (n,), in the order in which
+    thinking begins, whoever's it is."""
+
+    clients: int
+    think_s: NDArray[np.float64]
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in order of arrival, ids 0 .. n - 1.
 
     ``arrival_s``: float64 (n,), never decreasing; ``prompt_tokens``, ``output_tokens``: int64 (n,). ``source``: where
     the lengths are from, one line. ``mean_prompt_tokens``: over the whole trace, not this sample (the ``mean_length``
-    reading of the TTFT objective). ``shared_prefix``: which prompts begin with the same full KV blocks as another's
+    reading of the TTFT objective). ``closed``: arrivals follow from the run (``arrival_s`` is then all zero): the requests are
+    sent in order, by whichever client is ready. ``shared_prefix``: which prompts begin with the same full KV blocks as another's
     (request -> (that one, blocks)); read where a policy shares prefixes. ``reading``: how the trace was read.
     """
 
@@ -60,6 +69,7 @@ class Workload:
     mean_prompt_tokens: float
     shared_prefix: Mapping[int, tuple[int, int]] | None = None
     reading: Reading | None = None
+    closed: ClosedLoop | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -85,7 +95,7 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
     count = rows if config.num_requests is None else config.num_requests
     if count > MOST_REQUESTS:
         raise ConfigError(f"workload.num_requests (--num-requests) = {count}: must be {MOST_REQUESTS:,} at most")
-    recorded = config.arrivals == "recorded"
+    recorded, closed = config.arrivals == "recorded", None
     if count > rows and (recorded or not config.sample):
         raise TraceError(f"{config.trace}: has {rows} requests, {count} were asked for (workload.num_requests, "
                          "--num-requests): ask for fewer, or let lengths repeat with --arrivals poisson and "
@@ -94,6 +104,9 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
         if table.arrival_s is None and table.reading is not None and table.reading.question:
             raise TraceError(table.reading.question)
         arrival_s = recorded_arrivals(table.arrival_s, config)[:count]
+    elif config.arrivals == "closed":
+        assert config.concurrency is not None
+        arrival_s, closed = np.zeros(count), ClosedLoop(config.concurrency, draw_thinks(config, count, seed, replica))
     else:
         arrival_s = draw_arrivals(config, count, seed, replica)
     if recorded or not config.sample:
@@ -102,8 +115,10 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
         pick = stream(seed, "lengths", replica).integers(0, rows, count)
     in_order = recorded or not config.sample
     workload = Workload(config.trace, source, arrival_s, table.prompt_tokens[pick], table.output_tokens[pick],
-                        float(table.prompt_tokens.mean()), _shared(table, count) if in_order else None, table.reading)
-    if not counted_from(config.warmup, np.arange(count), arrival_s).any():
+                        float(table.prompt_tokens.mean()), _shared(table, count) if in_order else None, table.reading, closed)
+    # Of a closed loop it is not known beforehand how long it takes.
+    if not counted_from(config.warmup, np.arange(count), arrival_s if closed is None else np.linspace(0, LATEST_ARRIVAL_S, count)
+                        ).any():
         raise ConfigError(f"workload.warmup (--warmup) = {config.warmup!r}: leaves none of the {count} requests, which arrive "
                           f"within {arrival_s[-1] - arrival_s[0]:.6g} s: must be less")
     for array in (workload.arrival_s, workload.prompt_tokens, workload.output_tokens):

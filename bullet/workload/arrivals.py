@@ -54,6 +54,14 @@ def draw_arrivals(config: WorkloadConfig, count: int, seed: int, replica: int = 
     return times
 
 
+def draw_thinks(config: WorkloadConfig, count: int, seed: int, replica: int = 0) -> NDArray[np.float64]:
+    """How long a client thinks before each of ``count`` requests, seconds, in the order in which they begin to think."""
+    mean = config.think_time_s
+    if config.think == "constant" or mean == 0:
+        return np.full(count, mean)
+    return stream(seed, "thinks", replica).standard_exponential(count) * mean
+
+
 def recorded_arrivals(recorded: NDArray[np.float64] | None, config: WorkloadConfig) -> NDArray[np.float64]:
     """The trace's own times in seconds, the first row at 0, ``config.time_scale`` times as fast.
 

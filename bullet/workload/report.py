@@ -9,7 +9,7 @@ import numpy as np
 
 from bullet.config import KV_BLOCK_TOKENS, WorkloadConfig
 from bullet.workload import Description, Reading, Workload, describe_table, load_trace
-from bullet.workload.table import duration
+from bullet.workload.table import closed_text, duration
 
 WIDTH = 80
 LOW_LOAD, HIGH_LOAD = 0.3, 1.0
@@ -23,11 +23,14 @@ def run_lines(workload: Workload, config: WorkloadConfig, *, shares_prefixes: bo
     lines = _reading_lines(config.trace, workload.source, workload.reading)
     found = workload.describe()
     arrivals = f"{config.arrivals} arrivals"
-    if config.arrivals != "recorded":
+    if workload.closed is not None:
+        arrivals = closed_text(workload.closed.clients, config.think_time_s, config.think)
+    elif config.arrivals != "recorded":
         arrivals += f" at {config.rate_req_per_s:g} req/s"
     elif config.time_scale != 1:
         arrivals += f", {config.time_scale:g} times as fast"
-    lines += _wrapped(f"requests: {found.rows:,}, {arrivals}, {_rate(found)}", "  ")
+    rate = "" if workload.closed is not None else f", {_rate(found)}"
+    lines += _wrapped(f"requests: {found.rows:,}, {arrivals}{rate}", "  ")
     lines += _wrapped(_lengths(found), "  ")
     if config.warmup is not None:
         unit = " requests" if config.warmup.isdecimal() else ""

@@ -92,3 +92,10 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{text} ({seconds / size:.3g} {name})"
     return text
+
+
+def closed_text(clients: int, think_time_s: float, think: str) -> str:
+    """A closed loop in words."""
+    kind = "" if think == "exponential" else f", {think}"
+    who = f"closed loop of {clients:,} client{'s' if clients > 1 else ''}"
+    return who + (f" that think{'' if clients > 1 else 's'} {think_time_s:g} s{kind}" if think_time_s else "")
