@@ -136,7 +136,8 @@ class SloConfig:
             require(value is None or (math.isfinite(value) and value > 0), f"slo.{name}", value, "positive")
         require(self.ttft_s is None or self.ttft_s_per_token is None, "slo.ttft_s (--ttft)", self.ttft_s,
                 "the only TTFT objective: slo.ttft_s_per_token (--ttft-per-token) is given too")
-        require(self.by_default in (None, "ttft", "tpot", "ttft tpot"), "slo.by_default", self.by_default, "ttft, tpot or ttft tpot")
+        require(self.by_default in (None, "ttft", "tpot", "ttft tpot"), "slo.by_default", self.by_default,
+                "ttft, tpot or ttft tpot")
         require(self.ttft_slo_policy in ("mean_length", "per_request"), "slo.ttft_slo_policy", self.ttft_slo_policy,
                 "mean_length or per_request")
 
@@ -357,8 +358,8 @@ def _displace_slo(slo: Any, given: list[str]) -> None:
         if key in given and other not in given:
             slo.pop(other, None)
     if isinstance(slo.get("by_default"), str):
-        ours = [name for name in slo["by_default"].split() if not any(key.startswith(name) and key != "ttft_slo_policy" for key in given)]
-        slo["by_default"] = " ".join(ours) or None
+        displaced = {key.partition("_s")[0] for key in given if key in ("ttft_s", "ttft_s_per_token", "tpot_s")}
+        slo["by_default"] = " ".join(name for name in slo["by_default"].split() if name not in displaced) or None
 
 
 def parse_set(text: str) -> tuple[str, Any]:

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet.config import DeviceConfig, PolicyConfig, RunConfig, SloConfig, WorkloadConfig, load_run_config, to_toml
+from bullet.config import (
+    DeviceConfig,
+    PolicyConfig,
+    RunConfig,
+    SloConfig,
+    WorkloadConfig,
+    load_run_config,
+    resolve_slo,
+    to_toml,
+)
 from bullet.errors import ConfigError
 from bullet.results.folder import RunWriter, load_run
 from bullet.sim.run import simulate
@@ -98,3 +107,21 @@ def test_a_bound_that_a_message_names_is_itself_allowed(key: str, most: float, b
     for value in (-0.1, float("nan")):
         with pytest.raises(ConfigError, match=f"device.{key}"):
             DeviceConfig(**{key: value})
+
+
+def test_an_objective_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    """In whichever form the file has it; what nobody gave is remembered through a stored configuration."""
+    whole = resolve_slo(SloConfig(), "mine.csv", 1000.0)
+    assert (whole.ttft_s_per_token, whole.tpot_s, whole.by_default) == (0.003, 0.15, "ttft tpot")
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(RunConfig(slo=whole)))
+    assert load_run_config(file).slo == whole
+    changed = load_run_config(file, {"slo.ttft_s": 0.5}).slo
+    assert (changed.ttft_s, changed.ttft_s_per_token, changed.by_default) == (0.5, None, "tpot")
+    assert resolve_slo(changed, "mine.csv", 1000.0) == changed
+    assert load_run_config(file, {"slo.tpot_s": 0.03}).slo.by_default == "ttft"
+    assert load_run_config(file, {"slo.ttft_slo_policy": "per_request"}).slo.by_default == "ttft tpot"
+    with pytest.raises(ConfigError, match=r"slo.ttft_s \(--ttft\) = 0.5: must be the only TTFT objective"):
+        load_run_config(file, {"slo.ttft_s": 0.5, "slo.ttft_s_per_token": 0.001})
+    with pytest.raises(ConfigError, match=r"slo.ttft_s = -1.0: must be positive"):
+        load_run_config(None, {"slo.ttft_s": -1.0})

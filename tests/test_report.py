@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bullet.config import RunConfig
+from bullet.config import RunConfig, SloConfig, resolve_slo
 from bullet.errors import ResultsError
 from bullet.results import columns, metrics, page, plots, tables, timeline
 from bullet.results.columns import REQUEST_COLUMNS, RequestTable, RunOutcome, StepTable
@@ -35,8 +35,8 @@ CHUNKED = [step("hybrid", 0.0, 1.0, 108, 500, 0), step("hybrid", 1.0, 2.0, 108, 
 def outcome(system: str, steps: list[tuple[Any, ...]], finished: int = 20, rejected: int = 0) -> RunOutcome:
     rows = [(i, 0.1 * i, 100, 5, "finished", "", 0.1 * i, 0.1 * i + 0.3, 0.1 * i + 1.0, 5, 0, 0.15, 0.4) for i in range(finished)]
     rows += [(finished + i, 0.0, 9000, 5, "rejected", "over_context", None, None, None, 0, 0, 9.0, 0.4) for i in range(rejected)]
-    return RunOutcome(RunConfig(), system, StepTable.from_rows(steps), RequestTable.from_rows(rows), np.array([0.2]),
-                      np.array([80]), {"prefill_only": 192.0, "decode_only": 126.0, "shared": 0.0, "idle": 114.0}, 4.0, 108, 100,
+    return RunOutcome(RunConfig(slo=resolve_slo(SloConfig(), "azure-code", 2048.0)), system, StepTable.from_rows(steps),
+                      RequestTable.from_rows(rows), np.array([0.2]), np.array([80]), {"prefill_only": 192.0, "decode_only": 126.0, "shared": 0.0, "idle": 114.0}, 4.0, 108, 100,
                       3, 5, 1e-4, 0.2, {"gpu": "a100-80gb", "model": "llama-3.1-8b", "source": "fitted"})
 
 
@@ -51,23 +51,45 @@ def test_the_table_says_what_it_is_and_fits_a_terminal() -> None:
     both = summaries(outcome("bullet-literal", TWO_LANES, 999), outcome("sglang-1024-mixed", CHUNKED, 20, 3))
     both[0]["mean_ttft_ms"] = 123456.0
     lines = tables.comparison_table(both).splitlines()
-    assert lines[0] == ("simulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 999 requests, seed 0")
+    assert " ".join(lines[:2]) == ("simulated on A100-80GB (device model: fitted), llama-3.1-8b; azure-code, 5 req/s, 999 "
+                                   "requests, seed 0")
     assert tables.headline(both[0] | {"tensor_parallel": 4}).startswith("simulated on 4 x A100-80GB (device")
     assert page._rows_of({"a": 14468.49, "b": 0.04719938, "c": {"d": 999.96}}) == {"a": "14,468", "b": "0.0472", "c.d": "1000"}
-    assert max(map(len, lines)) < 120
-    rows = {line.split()[0]: line for line in lines if line.strip()}
-    assert "123456" in rows["bullet-literal"]
-    assert rows["sglang-1024-mixed"].split()[1:] == ["(srm)", "300", "300", "300", "175.0", "175.0", "175.0", "6.90", "0.870",
-                                                     "0.000", "20", "3", "0"]
-    assert "rejected by sglang-1024-mixed (srm): 3 over_context" in lines
-    # Columns line up: every row ends where the rule ends.
-    rule = next(line for line in lines if line.startswith("---"))
-    assert len(rows["bullet-literal"]) == len(rows["sglang-1024-mixed"]) == len(rule)
+    assert max(map(len, lines)) <= 80
+    assert "123456" in next(line for line in lines if line.startswith("bullet-literal"))
+    for text, blocks in ((lines, 2), (tables.comparison_table(both, 150).splitlines(), 1)):
+        rows = [line for line in text if line.startswith("sglang-1024-mixed")]
+        cells = [cell for row in rows for cell in row.split()[2:]]
+        assert cells == ["300", "300", "300", "175.0", "175.0", "175.0", "6.90", "6.90", "0.870", "0.000", "20", "3", "0"]
+        assert "rejected by sglang-1024-mixed (srm): 3 over_context" in text
+        # Columns line up: every row ends where the rule ends.
+        rules = [line for line in text if line.startswith("---")]
+        others = [line for line in text if line.startswith("bullet-literal")]
+        assert [*map(len, rows)] == [*map(len, others)] == [*map(len, rules)]
+        assert len(rows) == blocks
 
 
 def test_an_undefined_figure_is_a_dash() -> None:
-    row = tables.comparison_table(summaries(outcome("x", [], 0, 2))).splitlines()[5]
-    assert row.split() == ["x", *"-------", "0.000", "0.000", "0", "2", "0"]
+    row = next(line for line in tables.comparison_table(summaries(outcome("x", [], 0, 2)), 150).splitlines() if line[:2] == "x ")
+    assert row.split() == ["x", *"--------", "0.000", "0.000", "0", "2", "0"]
+
+
+def test_objectives_are_said_in_seconds() -> None:
+    """Where they are from as well; an absolute one has one reading, printed once."""
+    summary = summaries(outcome("bullet", TWO_LANES))[0] | {"mean_prompt_tokens": 4289.75}
+    absolute = summary | {"ttft_slo_s": 0.5, "ttft_slo_s_per_token": None, "tpot_slo_ms": 30.0, "slo_by_default": None}
+    text = " ".join(tables.comparison_table([absolute]).split())
+    assert "with TTFT <= 0.5 s and TPOT <= 0.03 s. Good requests per second met both." in text
+    assert not any(words in text for words in ("mean-len", "per-req", "Table 4"))
+    default = summary | {"ttft_slo_s": 12.86925, "ttft_slo_s_per_token": 0.003, "tpot_slo_ms": 150.0,
+                         "slo_by_default": "ttft tpot"}
+    text = tables.objectives(default | {"trace": "logs/mine.csv"})
+    assert "TPOT <= 0.15 s and TTFT <= 12.87 s, 3 ms x the trace's mean prompt of 4,290 tokens (mean-len)" in text
+    assert text.endswith("TTFT and TPOT: ShareGPT's of the paper's Table 4, taken by default: it has none for mine.csv; set "
+                         "yours with --ttft and --tpot.")
+    assert tables.objectives(default | {"slo_by_default": "tpot"}).endswith("TPOT: the paper's Table 4.")
+    old = {key: value for key, value in summary.items() if not key.startswith("ttft_slo_s")}  # of an earlier version
+    assert "rate x own prompt (per-req)" in tables.objectives(old)
 
 
 def test_the_oracle_is_named_and_a_users_policy_is_short() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bullet.signals import Watch
+from bullet.units import parse_time_s
 
 if TYPE_CHECKING:
     from bullet.config import RunConfig
@@ -56,34 +57,64 @@ def out_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no present folder ({exc.strerror})") from None
 
 
+def seconds(text: str) -> float:
+    """A time with its unit; a bare number would be milliseconds to some and seconds to others."""
+    found = parse_time_s(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time with its unit (500ms, 0.5s; ns, us, ms, s, min, h)")
+    return found
+
+
+def group_of(parser: argparse.ArgumentParser, title: str) -> Any:
+    """The parser's argument group of that title, made if there is none."""
+    return next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
+
+
+COMMON = "common options"
+
+
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which requests come when; `bullet-run` has the same."""
-    parser.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a file: CSV, JSONL, Parquet; .gz, "
+    """The flags that say which requests come when, and what is asked of them; `bullet-run` has the same."""
+    common = group_of(parser, COMMON)
+    common.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a file: CSV, JSONL, Parquet; .gz, "
                         ".zst, .xz, .bz2")
-    parser.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma"), help="default: poisson")
-    parser.add_argument("--rate", type=number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
-    parser.add_argument("--time-scale", type=number, metavar="X", help="recorded arrivals X times as fast")
-    parser.add_argument("--cv", type=number, metavar="CV", help="coefficient of variation of gamma arrivals")
-    parser.add_argument("--num-requests", type=whole, metavar="N", help="default 1000; with recorded arrivals, all")
+    common.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma", "closed"), help="default: poisson")
+    common.add_argument("--rate", type=number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
+    common.add_argument("--concurrency", type=whole, metavar="N", help="a closed loop instead: N clients, each sends its next "
+                        "request when its last one ends")
+    common.add_argument("--num-requests", type=whole, metavar="N", help="default 1000; with recorded arrivals, all")
+    common.add_argument("--ttft", type=seconds, metavar="TIME", help="objective: time to first token, as 500ms (default: by the "
+                        "paper's Table 4)")
+    common.add_argument("--tpot", type=seconds, metavar="TIME", help="objective: time per output token, as 30ms")
+    more = group_of(parser, "arrivals and objectives")
+    more.add_argument("--time-scale", type=number, metavar="X", help="recorded arrivals X times as fast")
+    more.add_argument("--cv", type=number, metavar="CV", help="coefficient of variation of gamma arrivals")
+    more.add_argument("--think-time", type=seconds, metavar="TIME", help="how long clients think before each request (0s)")
+    more.add_argument("--think", choices=("exponential", "constant"), help="whether that is a mean (exponential, the default) or "
+                      "always the same")
+    more.add_argument("--ttft-per-token", type=seconds, metavar="TIME", help="objective: TTFT for each prompt token, as 3ms")
+    more.add_argument("--warmup", metavar="N|TIME", help="leave the first N requests, or those of the first 30s, out of the "
+                      "statistics")
     add_trace_arguments(parser)
-    parser.add_argument("--warmup", metavar="N|TIME", help="leave the first N requests, or those of the first 30s, out of the "
-                        "statistics")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say how a trace is read; `bullet-sim inspect` has the same."""
-    parser.add_argument("--format", metavar="NAME", help="of a trace file: auto (default), csv, jsonl, parquet, azure, mooncake, "
-                        "bailian, burstgpt, splitwise, blis, vidur, llmservingsim, run, sharegpt, bench")
-    parser.add_argument("--window", metavar="FROM:TO", help="part of the trace: rows (151:300) or times (10min:20min)")
-    parser.add_argument("--skip-failed", action="store_const", const=True, help="leave failed requests of a trace out, and count "
-                        "them")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json that counts ShareGPT's texts")
+    group = group_of(parser, "reading a trace")
+    group.add_argument("--format", metavar="NAME", help="of a trace file: auto (default), csv, jsonl, parquet, azure, mooncake, "
+                       "bailian, burstgpt, splitwise, blis, vidur, llmservingsim, run, sharegpt, bench")
+    group.add_argument("--window", metavar="FROM:TO", help="part of the trace: rows (151:300) or times (10min:20min)")
+    group.add_argument("--skip-failed", action="store_const", const=True, help="leave failed requests of a trace out, and count "
+                       "them")
+    group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json that counts ShareGPT's texts")
 
 
 FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "workload.rate_req_per_s",
          "time_scale": "workload.time_scale", "cv": "workload.cv", "num_requests": "workload.num_requests",
          "format": "workload.format", "window": "workload.window", "warmup": "workload.warmup",
-         "skip_failed": "workload.skip_failed", "tokenizer": "workload.tokenizer",
+         "skip_failed": "workload.skip_failed", "tokenizer": "workload.tokenizer", "concurrency": "workload.concurrency",
+         "think_time": "workload.think_time_s", "think": "workload.think", "ttft": "slo.ttft_s", "tpot": "slo.tpot_s",
+         "ttft_per_token": "slo.ttft_s_per_token",
          "model": "device.model", "gpu": "device.gpu", "kv_dtype": "device.kv_dtype", "max_model_len": "device.max_model_len",
          "device_model": "device.timing", "estimator": "policy.estimator",
          "seed": "seed", "policy": "policy.name"}
@@ -100,6 +131,8 @@ def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None
         value = getattr(args, flag, None)
         if value is not None:
             overrides[key] = value
+    if overrides.get("workload.concurrency") is not None:
+        overrides.setdefault("workload.arrivals", "closed")
     for text in args.sets:
         key, value = parse_set(text)
         overrides[key] = value
@@ -108,7 +141,9 @@ def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None
     config = load_run_config(args.config, overrides)
     arrivals = config.workload.arrivals
     for value, name, needed, hint in (
-            (args.rate, "--rate", arrivals != "recorded", "use --time-scale, or --arrivals poisson, constant or gamma"),
+            (args.rate, "--rate", arrivals not in ("recorded", "closed"),
+             "use --time-scale, or --arrivals poisson, constant or gamma" if arrivals == "recorded" else
+             "a request is sent when one ends: leave --concurrency out"),
             (args.time_scale, "--time-scale", arrivals == "recorded", "use --rate, or --arrivals recorded"),
             (args.cv, "--cv", arrivals == "gamma", "use --arrivals gamma")):
         if value is not None and not needed:

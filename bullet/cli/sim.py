@@ -9,10 +9,12 @@ from typing import Any
 
 from bullet.cli import sweep
 from bullet.cli.common import (
+    COMMON,
     RUN_FILES,
     Parser,
     add_workload_arguments,
     build_config,
+    group_of,
     out_folder,
     print_paths,
     progress_bar,
@@ -48,38 +50,69 @@ EXAMPLES = """examples:
 """
 
 
+RUN_EXAMPLES = """examples:
+  bullet-sim run --trace sharegpt --rate 15 --policy bullet --out runs/mine
+  bullet-sim run --trace my.csv --arrivals recorded --policy vllm-1024 --ttft 500ms --tpot 30ms
+  bullet-sim run --trace azure-code --concurrency 32 --policy sglang-2048 --gpu h100 --seeds 5
+"""
+COMPARE_EXAMPLES = """examples:
+  bullet-sim compare --trace azure-code --rate 5
+  bullet-sim compare --trace sharegpt --rate 15 --policies bullet,vllm-1024 --ttft 500ms --tpot 30ms --seeds 5
+  bullet-sim compare --trace result.json --arrivals recorded --policies vllm-2048 --measured result.json
+"""
+OUTPUT = "output"
+
+
+def _simulation_arguments(parser: argparse.ArgumentParser, *, sweeps: bool = False) -> None:
+    """What the commands that simulate share: the common options first. ``sweeps`` have their own seeds and help."""
+    add_workload_arguments(parser)
+    common = group_of(parser, COMMON)
+    common.add_argument("--seed", type=whole, metavar="N", help="default 0; same seed, same bytes")
+    if not sweeps:
+        common.add_argument("--seeds", type=whole, metavar="N", help="N runs, seeds --seed to --seed + N - 1: means with their "
+                            "95 %% intervals")
+    common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
+    common.add_argument("--gpu", help="a100-80gb (default), h100, h200, .. or a card.toml (bullet-sim list)")
+    common.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
+    device = group_of(parser, "device and estimator")
+    device.add_argument("--kv-dtype", choices=("auto", "fp8", "16"), help="KV cache; auto: as the checkpoint says, else 16 bits")
+    device.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt and output, if less than the model's")
+    device.add_argument("--device-model", metavar="fit|table|DIR", help="fit (default): coefficients; table: measured kernel "
+                        "tables, interpolated, for one-lane policies where the GPU's profile has them; DIR: what "
+                        "bullet-profile fit --out DIR made of a sweep of your own")
+    device.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
+    rest = group_of(parser, "everything else")
+    rest.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
+    rest.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets",
+                      help="any key of the configuration, repeatable; overrides flags")
+    output = group_of(parser, OUTPUT)
+    output.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
+    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    if not sweeps:
+        output.add_argument("-h", "--help", action="help", help="show this and exit")
+
+
 def _sim_parser() -> argparse.ArgumentParser:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": EXAMPLES}
     parser = Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
     commands = parser.add_subparsers(dest="command", required=True,
                                      metavar="run | compare | sweep | goodput | bound | inspect | validate | list")
-    common = Parser(add_help=False)
-    add_workload_arguments(common)
-    common.add_argument("--model", help="llama-3.1-8b (default), llama-3.1-70b, qwen3-32b, tiny, or a Hugging Face config.json")
-    common.add_argument("--gpu", help="a100-80gb (default), h100, h200, h20, rtx4090")
-    common.add_argument("--kv-dtype", choices=("auto", "fp8", "16"), help="KV cache; auto: as the checkpoint says, else 16 bits")
-    common.add_argument("--max-model-len", type=whole, metavar="N", help="longest prompt and output, if less than the model's")
-    common.add_argument("--device-model", metavar="fit|table|DIR", help="fit (default): coefficients; table: measured kernel "
-                        "tables, interpolated, for one-lane policies where the GPU's profile has them; DIR: what "
-                        "bullet-profile fit --out DIR made of a sweep of your own")
-    common.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
-    common.add_argument("--seed", type=whole, metavar="N", help="default 0; same seed, same bytes")
-    common.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
-    common.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets",
-                        help="any key of the configuration, repeatable; overrides flags")
-    common.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/<name>-<time>)")
-    common.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
-    common.add_argument("--quiet", action="store_true", help="no progress bar")
-    run = commands.add_parser("run", parents=[common], help="one policy", description="Replay a trace under one policy.", **style)
-    run.add_argument("--policy", metavar="NAME",
-                     help="bullet (default), bullet-literal, static-P, naive, sglang-N, sglang-N-mixed, vllm-N, file.py:Class")
+    run = commands.add_parser("run", help="one policy", description="Replay a trace under one policy.", epilog=RUN_EXAMPLES,
+                              usage="bullet-sim run [options]", add_help=False, formatter_class=style["formatter_class"])
+    group_of(run, COMMON).add_argument("--policy", metavar="NAME", help="bullet (default), bullet-literal, static-P, naive, "
+                                       "sglang-N, sglang-N-mixed, vllm-N, file.py:Class")
+    _simulation_arguments(run)
     run.set_defaults(handler=_run)
-    compare = commands.add_parser("compare", parents=[common], help="several policies on the same requests",
-                                  description="Replay the same requests under several policies; one folder each.", **style)
-    compare.add_argument("--policies", metavar="A,B,..", default="bullet,sglang-1024,sglang-2048,vllm-1024",
-                         help="default %(default)s")
-    compare.add_argument("--bound", action="store_true", help="also what share of the fluid bound each reaches")
+    compare = commands.add_parser("compare", help="several policies on the same requests", description="Replay the same requests "
+                                  "under several policies; one folder each.", epilog=COMPARE_EXAMPLES,
+                                  usage="bullet-sim compare [options]", add_help=False, formatter_class=style["formatter_class"])
+    group_of(compare, COMMON).add_argument("--policies", metavar="A,B,..", default="bullet,sglang-1024,sglang-2048,vllm-1024",
+                                           help="default %(default)s")
+    _simulation_arguments(compare)
+    group_of(compare, OUTPUT).add_argument("--bound", action="store_true", help="also what share of the fluid bound each reaches")
+    group_of(compare, OUTPUT).add_argument("--measured", type=Path, metavar="FILE", help="result file of vllm bench serve or "
+                                           "sglang.bench_serving: a measured row beside the simulated ones")
     compare.set_defaults(handler=_compare)
     check = commands.add_parser("validate", help="replay a recorded run of a real engine",
                                 description="Replay a recorded run of a real engine: simulated beside measured, one run and the "
@@ -95,7 +128,9 @@ def _sim_parser() -> argparse.ArgumentParser:
     check.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
     check.add_argument("--quiet", action="store_true", help="no progress bar")
     check.set_defaults(handler=_validate)
-    sweep.add_commands(commands, common)
+    shared = Parser(add_help=False)
+    _simulation_arguments(shared, sweeps=True)
+    sweep.add_commands(commands, shared)
     add_inspect(commands)
     listing = commands.add_parser("list", help="what is built in", description="Show what is built in.")
     listing.set_defaults(handler=_list)

@@ -88,12 +88,17 @@ class Table:
         return cls({name: np.concatenate([t[name] for t in tables]) for name in cls.columns})
 
     @classmethod
-    def gathered(cls, tables: list[Any]) -> Any:
-        """As :meth:`concatenate`, taking the tables' columns from them one by one: no more than a column stands twice."""
-        whole = cls({name: np.concatenate([t.data.pop(name) for t in tables]) for name in cls.columns}) if len(tables) > 1 else (
-            tables[0] if tables else cls.from_cells([]))
-        tables[:] = [whole]
-        return whole
+    def assembled(cls, rows: int, pieces: Iterable[Mapping[str, NDArray[Any]]]) -> Any:
+        """As :meth:`concatenate`, of pieces that come one by one and ``rows`` rows in all: none stands in memory twice."""
+        whole = {name: np.empty(rows, dtype=object if kind == "str" else kind) for name, kind in cls.columns.items()}
+        at = 0
+        for piece in pieces:
+            end = at + len(next(iter(piece.values())))
+            for name, column in piece.items():
+                whole[name][at:end] = column
+            at = end
+        assert at == rows, f"{at} rows of {rows}"
+        return cls(whole)
 
 
 class StepTable(Table):

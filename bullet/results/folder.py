@@ -12,6 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -96,7 +97,8 @@ class StoredSteps(StepTable):
         wanted = names or tuple(self.columns)
         held: list[dict[str, NDArray[Any]]] = []
         count = 0
-        for piece in self._pieces(wanted):
+        rest = [] if self.rest is None else [{name: self.rest[name] for name in wanted}]
+        for piece in chain(_pieces(self.paths, self.columns, wanted), rest):
             held.append(piece)
             count += len(piece[wanted[0]])
             while count >= BATCH_ROWS:
@@ -107,12 +109,12 @@ class StoredSteps(StepTable):
         if count:
             yield {name: np.concatenate([h[name] for h in held]) for name in wanted}
 
-    def _pieces(self, names: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
-        for path in self.paths:
-            for table in parquet.row_groups(path, names, ResultsError):
-                yield {name: _column(table.column(name), self.columns[name]) for name in names}
-        if self.rest is not None:
-            yield {name: self.rest[name] for name in names}
+
+def _pieces(paths: Sequence[Path], columns: Mapping[str, str], names: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
+    """Columns of the files, a row group at a time."""
+    for path in paths:
+        for table in parquet.row_groups(path, names, ResultsError):
+            yield {name: _column(table.column(name), columns[name]) for name in names}
 
 
 class RunWriter:
@@ -139,9 +141,7 @@ class RunWriter:
         self._parts = self.folder / "parts"
         self._cells: dict[type[Table], list[Any]] = {StepTable: [], RequestTable: []}
         self._written = {StepTable: 0, RequestTable: 0}  # part files
-        # The figures need every request in the end: their columns stay in memory; the steps, many more, in their files.
-        self._requests: list[Any] = []
-        self._steps_written = 0
+        self._rows = {StepTable: 0, RequestTable: 0}  # in them
         self._step_cells, self._request_cells = self._cells[StepTable], self._cells[RequestTable]
         self._offered: int | None = None
         self._tables: tuple[StepTable, RequestTable] | None = None
@@ -240,10 +240,7 @@ class RunWriter:
             table = cls.from_cells(cells)
             write_parquet(self._part(cls, self._written[cls]), table, self.metadata)
             self._written[cls] += 1
-            if cls is RequestTable:
-                self._requests.append(table)
-            else:
-                self._steps_written += len(table)
+            self._rows[cls] += len(table)
             cells.clear()
 
     def _part(self, cls: type[Table], number: int) -> Path:
@@ -254,13 +251,11 @@ class RunWriter:
         if self._tables is None:
             steps: StepTable = StepTable.from_cells(self._step_cells)
             if parts := self._written[StepTable]:
-                steps = StoredSteps([self._part(StepTable, n) for n in range(parts)], steps,
-                                    self._steps_written + len(steps))
+                steps = StoredSteps([self._part(StepTable, n) for n in range(parts)], steps, self._rows[StepTable] + len(steps))
             requests: RequestTable = RequestTable.from_cells(self._request_cells)
-            if self._requests:
-                self._requests.append(requests)
-                self._request_cells.clear()
-                requests = RequestTable.gathered(self._requests)
+            if parts := self._written[RequestTable]:
+                stored = _pieces([self._part(RequestTable, n) for n in range(parts)], REQUEST_COLUMNS, tuple(REQUEST_COLUMNS))
+                requests = RequestTable.assembled(self._rows[RequestTable] + len(requests), chain(stored, [requests.data]))
             self._tables = (steps, requests)
         return self._tables
 

@@ -65,6 +65,11 @@ def weighted_percentile(values: Array, counts: NDArray[Any], percent: float) -> 
     return float(below + (above - below) * (place - low))
 
 
+def _weighted_sum(values: Array, counts: NDArray[Any]) -> float:
+    """A batch at a time: the products of all would stand in memory."""
+    return sum(float((values[i:i + BATCH_ROWS] * counts[i:i + BATCH_ROWS]).sum()) for i in range(0, len(values), BATCH_ROWS))
+
+
 def _ranked(values: Array, counts: NDArray[Any], rank: int) -> float:
     """The value of that rank (from 0). Of many values those in one of 4,096 bins are sorted alone: millions of gaps between
     tokens stand in memory once."""
@@ -152,13 +157,14 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     total_sm_s = outcome.num_sms * outcome.span_s
     given_sm_s = sum(outcome.sm_seconds.values())
     assert abs(given_sm_s - total_sm_s) <= 1e-6 * max(1.0, total_sm_s), f"I5: {given_sm_s} SM-seconds of {total_sm_s}"
+    load, slo = outcome.config.workload, outcome.config.slo
     summary: dict[str, Any] = {
         "source": outcome.source, "system": outcome.system, "gpu": outcome.device.get("gpu"),
         "tensor_parallel": outcome.config.device.tensor_parallel,
         "model": outcome.device.get("model"), "device_source": outcome.device.get("source"),
         "estimator": outcome.config.policy.estimator if of_steps["prediction_error_mean"] is not None else None,
         "trace": outcome.config.workload.trace, "workload_source": outcome.device.get("workload"),
-        "request_rate": outcome.config.workload.rate_req_per_s if outcome.config.workload.arrivals != "recorded" else None,
+        "request_rate": load.rate_req_per_s if load.arrivals not in ("recorded", "closed") else None,
         "seed": outcome.config.seed,
         "offered": offered, "completed": finished, "rejected": rejected, "unfinished": unfinished,
         "rejected_by_reason": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
@@ -167,7 +173,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "total_output_tokens": tokens_out,
         **_statistics("ttft", ttft_s(requests)), **_statistics("tpot", tpot_s(requests)), **_statistics("e2el", e2e_s(requests)),
         **_statistics("queue", waits), **_statistics("normalized_latency", normalised),
-        "mean_itl_ms": float((gaps_s * counts).sum() / counts.sum() * 1e3) if counts.sum() else None,
+        "mean_itl_ms": _weighted_sum(gaps_s, counts) / float(counts.sum()) * 1e3 if counts.sum() else None,
         "max_itl_ms": float(gaps_s.max() * 1e3) if len(counts) else None,
     }
     for percent in PERCENTILES:
@@ -176,7 +182,12 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     for reading in READINGS:
         met = attained(requests, reading, outcome.tpot_slo_s)
         summary[f"slo_attainment_{reading}"] = float(met.mean()) if offered else None
+        if reading == "mean_length":  # one objective for all, as vLLM's benchmark has
+            summary["request_goodput"] = per_second(float(met.sum()))
     summary |= {
+        "ttft_slo_s": float(requests["ttft_slo_mean_length_s"][0]) if offered else slo.ttft_s,
+        "ttft_slo_s_per_token": slo.ttft_s_per_token, "mean_prompt_tokens": slo.mean_prompt_tokens,
+        "tpot_slo_s": outcome.tpot_slo_s, "slo_by_default": slo.by_default,
         "tpot_slo_ms": outcome.tpot_slo_s * 1e3, "preemptions": int(requests["preemptions"].sum()),
         **of_steps,
         "sm_share": {name: value / total_sm_s if total_sm_s else None for name, value in outcome.sm_seconds.items()},
@@ -186,6 +197,8 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         **{key: outcome.device.get(key) for key in ("host_time", "parameters", "weight_bytes", "kv_bytes_per_token",
                                                     "window_kv_bytes_per_token", "window_tokens", "model_notes")},
     }
+    if load.arrivals == "closed":
+        summary |= {"max_concurrency": load.concurrency, "think_time_s": load.think_time_s, "think": load.think}
     if warmup is not None:
         summary |= {"warmup": warmup, "warmup_requests": len(outcome.requests) - offered}
     return summary

@@ -12,7 +12,7 @@ from bullet.errors import one_line
 from bullet.files import write_text
 from bullet.results.columns import RequestTable, Rows, RunOutcome
 from bullet.results.plots import plot_cdfs, plot_comparison, plot_sm_share, save
-from bullet.results.tables import TABLE, cell_text, file_name, headline, label, notes_on
+from bullet.results.tables import cell_text, columns_of, file_name, headline, label, notes_on
 from bullet.results.timeline import write_perfetto
 from bullet.signals import warn
 
@@ -48,8 +48,9 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], pictures: Sequence[tuple[str, Path]],
                config_toml: str) -> None:
     """One self-contained file: table, plots with their captions, every figure, configuration."""
-    head = ["system", *(f"{group} {name}".strip() for group, name, _, _ in TABLE)]
-    parts = [_html_table(head, [[label(s), *(cell_text(s[key], form) for _, _, key, form in TABLE)] for s in summaries]),
+    columns = columns_of(summaries)
+    head = ["system", *(f"{group} {name}".strip() for group, name, _, _ in columns)]
+    parts = [_html_table(head, [[label(s), *(cell_text(s.get(key), form) for _, _, key, form in columns)] for s in summaries]),
              f"<p>{html.escape(' '.join(notes_on(summaries)))}</p>"]
     for caption, picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()

@@ -76,7 +76,8 @@ def plot_cdfs(requests: Sequence[RequestTable], summaries: Sequence[Mapping[str,
         _cdf(right, metrics.tpot_s(table) * 1e3, label(summary), i)
     slo = requests[0]["ttft_slo_mean_length_s"]
     slos = (float(slo[0]) * 1e3 if len(slo) else None, summaries[0]["tpot_slo_ms"])
-    for axes, limit, name in ((left, slos[0], "TTFT SLO\n(mean length)"), (right, slos[1], "TPOT SLO")):
+    reading = "\n(mean length)" if summaries[0].get("ttft_slo_s_per_token") else ""
+    for axes, limit, name in ((left, slos[0], f"TTFT SLO{reading}"), (right, slos[1], "TPOT SLO")):
         axes.set_xscale("log")
         if limit is not None:
             axes.axvline(limit, color="black", linestyle=(0, (1, 1)), linewidth=1.0)

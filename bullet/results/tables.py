@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bullet.config import TABLE_4_SLOS
 from bullet.files import write_json, write_text
+from bullet.workload.table import closed_text
 
 NAME_WIDTH = 28
 
@@ -16,12 +19,26 @@ TABLE: tuple[tuple[str, str, str, str], ...] = (
     # group, title, key of the summary, format
     *((f"{name} ms", title, f"{part}_{name.lower()}_ms", form) for name, form in (("TTFT", ".0f"), ("TPOT", ".1f"))
       for title, part in (("mean", "mean"), ("P90", "p90"), ("P99", "p99"))),
-    ("", "req/s", "request_throughput", ".2f"),
+    ("req/s", "done", "request_throughput", ".2f"), ("req/s", "good", "request_goodput", ".2f"),
     ("SLO attainment", "mean-len", "slo_attainment_mean_length", ".3f"),
     ("SLO attainment", "per-req", "slo_attainment_per_request", ".3f"),
     ("requests", "done", "completed", "d"), ("requests", "rejected", "rejected", "d"),
     ("requests", "unfin.", "unfinished", "d"),
 )
+
+
+WIDTH = 80
+"""Columns of a terminal, unless it is known to have more."""
+ABSOLUTE = ("SLO", "attained", "slo_attainment_mean_length", ".3f")
+"""In place of both readings, where the TTFT objective is the same for every request."""
+
+
+def columns_of(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Those of ``TABLE`` that say something of these runs."""
+    if not all(s.get("ttft_slo_s") is not None and s.get("ttft_slo_s_per_token") is None for s in summaries):
+        return list(TABLE)
+    return [column if column[2] != "slo_attainment_mean_length" else ABSOLUTE for column in TABLE
+            if column[2] != "slo_attainment_per_request"]
 
 
 def cell_text(value: Any, form: str) -> str:
@@ -44,7 +61,9 @@ def file_name(name: object) -> str:
 def headline(summary: Mapping[str, Any]) -> str:
     """What the figures are: source, hardware, model, workload."""
     rate = summary["request_rate"]
-    arrivals = f"{rate:g} req/s" if rate is not None else "recorded arrivals"
+    clients = summary.get("max_concurrency")
+    arrivals = (f"{rate:g} req/s" if rate is not None else "recorded arrivals" if clients is None else
+                closed_text(clients, summary["think_time_s"], summary["think"]))
     group = f"{summary['tensor_parallel']} x " if summary["tensor_parallel"] > 1 else ""
     note = str(summary["device_source"])
     if summary["source"] != "measured":
@@ -79,14 +98,36 @@ def host_notes(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     if not short:
         return []
     return [f"host time 0 assumed: the kernels of a decode step take {min(short):.2g} ms, and no public engine's steps are under "
-            f"{QUICKEST_STEP_MS:g} ms:", "set device.host_step_s, device.host_prefill_step_s, device.host_request_s."]
+            f"{QUICKEST_STEP_MS:g} ms: set device.host_step_s, device.host_prefill_step_s, device.host_request_s."]
+
+
+def objectives(summary: Mapping[str, Any]) -> str:
+    """The objectives in seconds, where they come from, and what attainment and goodput are."""
+    tpot = f"TPOT <= {summary['tpot_slo_ms'] / 1e3:.4g} s"
+    rate, ttft_s = summary.get("ttft_slo_s_per_token"), summary.get("ttft_slo_s")
+    good = ("" if "request_goodput" not in summary else
+            " Good requests per second met both" + (" (mean-len)." if rate is not None or ttft_s is None else "."))
+    share = "SLO attainment: share of all offered requests with"
+    if ttft_s is None:  # of an earlier version
+        return f"{share} {tpot} and TTFT within rate x the trace's mean prompt (mean-len) or rate x own prompt (per-req).{good}"
+    if rate is None:
+        text = f"{share} TTFT <= {ttft_s:.4g} s and {tpot}.{good}"
+    else:
+        text = (f"{share} {tpot} and TTFT <= {ttft_s:.4g} s, {rate * 1e3:g} ms x the trace's mean prompt of "
+                f"{summary['mean_prompt_tokens']:,.0f} tokens (mean-len), or {rate * 1e3:g} ms x own prompt (per-req).{good}")
+    names, trace = (summary.get("slo_by_default") or "").upper().split(), summary["trace"]
+    if names and trace in TABLE_4_SLOS:
+        text += f" {' and '.join(names)}: the paper's Table 4."
+    elif names:
+        flags = " and ".join(f"--{name.lower()}" for name in names)
+        text += (f" {' and '.join(names)}: ShareGPT's of the paper's Table 4, taken by default: it has none for "
+                 f"{file_name(trace)}; set yours with {flags}.")
+    return text
 
 
 def notes_on(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     first = summaries[0]
-    notes = ["TTFT and TPOT are of finished requests. SLO attainment: share of all offered requests with "
-             f"TPOT <= {first['tpot_slo_ms']:g} ms", "and TTFT within rate x the trace's mean prompt (mean-len) or rate x own "
-             "prompt (per-req)."]
+    notes = [f"TTFT and TPOT are of finished requests. {objectives(first)}"]
     if any(s["estimator"] == "oracle" for s in summaries):
         notes.append("oracle: asks the simulated device itself; an upper bound, not a predictor.")
     notes += host_notes(summaries)
@@ -99,19 +140,45 @@ def notes_on(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned text, one system a row, under 120 columns; says first that it is simulated, and on what."""
-    columns = [["", "system", *map(label, summaries)]]
-    for group in dict.fromkeys(group for group, *_ in TABLE):
-        block = [[title, *(cell_text(s[key], form) for s in summaries)] for g, title, key, form in TABLE if g == group]
+def comparison_table(summaries: Sequence[Mapping[str, Any]], width: int = WIDTH) -> str:
+    """Aligned text, one system a row; says first that it is simulated, and on what. Columns that do not fit in ``width`` stand in
+    a further block of rows below."""
+    return "\n".join([*(wrapped(line, width) for line in (headline(summaries[0]), *model_line(summaries[0]))), "",
+                      grid([label(s) for s in summaries],
+                           [(group, title, [cell_text(s.get(key), form) for s in summaries])
+                            for group, title, key, form in columns_of(summaries)], width),
+                      "", *(wrapped(note, width) for note in notes_on(summaries))])
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most ``width`` columns."""
+    return textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)
+
+
+def grid(names: Sequence[str], columns: Sequence[tuple[str, str, Sequence[str]]], width: int, corner: str = "system") -> str:
+    """Columns of (group, title, cells) beside the rows' names, groups kept together; blocks one below the other where the width
+    does not suffice."""
+    blocks: list[list[list[str]]] = []
+    head = ["", corner, *names]
+    room = 0
+    for group in dict.fromkeys(group for group, *_ in columns):
+        part = [[title, *cells] for g, title, cells in columns if g == group]
+        widths = [max(map(len, cells)) for cells in part]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in zip(*part, strict=True)]
+        column = [group.center(len(lines[0])), *lines]
+        if not blocks or room + 2 + len(max(column, key=len)) > width:
+            blocks.append([head])
+            room = max(map(len, head))
+        blocks[-1].append(column)
+        room += 2 + max(map(len, column))
+    text = []
+    for block in blocks:
         widths = [max(map(len, cells)) for cells in block]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in zip(*block, strict=True)]
-        columns.append([group.center(len(lines[0])), *lines])
-    widths = [max(map(len, cells)) for cells in columns]
-    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-             .rstrip() for row in zip(*columns, strict=True)]
-    lines.insert(2, "-" * max(map(len, lines)))
-    return "\n".join([headline(summaries[0]), *model_line(summaries[0]), "", *lines, "", *notes_on(summaries)])
+        lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+                 .rstrip() for row in zip(*block, strict=True)]
+        lines.insert(2, "-" * max(map(len, lines)))
+        text.append("\n".join(lines))
+    return "\n\n".join(text)
 
 
 def write_comparison(folder: Path, summaries: Sequence[Mapping[str, Any]]) -> None:

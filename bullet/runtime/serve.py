@@ -144,8 +144,8 @@ def replay(config: RunConfig, engine: Engine, folder: Path, *, steps: Path | Non
     check_parquet()
     policies.check_name(config.policy.name)
     if config.workload.arrivals == "closed":
-        raise ConfigError("workload.arrivals (--concurrency) = 'closed': a real run sends requests at times known beforehand: use "
-                          "--arrivals recorded, poisson, constant or gamma")
+        raise ConfigError("workload.arrivals (--concurrency) = 'closed': a real run sends requests at times known beforehand: "
+                          "use --arrivals recorded, poisson, constant or gamma")
     model = get_model(config.device.model)
     workload = load_workload(config.workload, config.seed)
     profile = None if steps is None else StepProfile.from_json(steps)
