@@ -36,7 +36,8 @@ def outcome(system: str, steps: list[tuple[Any, ...]], finished: int = 20, rejec
     rows = [(i, 0.1 * i, 100, 5, "finished", "", 0.1 * i, 0.1 * i + 0.3, 0.1 * i + 1.0, 5, 0, 0.15, 0.4) for i in range(finished)]
     rows += [(finished + i, 0.0, 9000, 5, "rejected", "over_context", None, None, None, 0, 0, 9.0, 0.4) for i in range(rejected)]
     return RunOutcome(RunConfig(slo=resolve_slo(SloConfig(), "azure-code", 2048.0)), system, StepTable.from_rows(steps),
-                      RequestTable.from_rows(rows), np.array([0.2]), np.array([80]), {"prefill_only": 192.0, "decode_only": 126.0, "shared": 0.0, "idle": 114.0}, 4.0, 108, 100,
+                      RequestTable.from_rows(rows), np.array([0.2]), np.array([80]),
+                      {"prefill_only": 192.0, "decode_only": 126.0, "shared": 0.0, "idle": 114.0}, 4.0, 108, 100,
                       3, 5, 1e-4, 0.2, {"gpu": "a100-80gb", "model": "llama-3.1-8b", "source": "fitted"})
 
 

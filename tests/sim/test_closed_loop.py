@@ -124,7 +124,8 @@ def test_one_machine_and_n_clients(clients: int, think_s: float) -> None:
 
 
 def test_thinks_are_drawn_by_seed() -> None:
-    loads = [load_workload(WorkloadConfig(arrivals="closed", concurrency=3, think_time_s=2.0, num_requests=4000, think=think), seed)
+    base = WorkloadConfig(arrivals="closed", concurrency=3, think_time_s=2.0, num_requests=4000)
+    loads = [load_workload(dataclasses.replace(base, think=think), seed)
              for think, seed in (("exponential", 1), ("exponential", 1), ("exponential", 2), ("constant", 1))]
     first, same, other, constant = (load.closed.think_s for load in loads if load.closed is not None)
     assert first.tolist() == same.tolist() != other.tolist()
