@@ -45,8 +45,8 @@ def test_two_clients_by_hand() -> None:
 
 
 def test_two_clients_that_think_by_hand() -> None:
-    """Thinking 0.5 and 0.7 s at first; A's request runs [0.5, 1.5], B's (sent at 0.7) [1.5, 2.0]. A thinks 0.1 s: sent at 1.6, runs
-    [2.0, 3.0]; B thinks 3 s: sent at 5.0."""
+    """Thinking 0.5 and 0.7 s at first; A's request runs [0.5, 1.5], B's (sent at 0.7) [1.5, 2.0]. A thinks 0.1 s: sent at 1.6,
+    runs [2.0, 3.0]; B thinks 3 s: sent at 5.0."""
     outcome = loop(OneAtATime(), [(1000, 1), (500, 1), (1000, 1), (1000, 1)], 2, [0.5, 0.7, 0.1, 3.0])
     assert column(outcome, "arrival_s") == pytest.approx([0.5, 0.7, 1.6, 5.0])
     assert column(outcome, "finish_s") == pytest.approx([1.5, 2.0, 3.0, 6.0])
