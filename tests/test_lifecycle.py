@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from bullet import files, signals
-from bullet.cli import lifecycle, profile, sim
+from bullet.cli import profile, sim
 from bullet.config import RunConfig
 from bullet.errors import ResultsError
 from bullet.files import Claim
@@ -411,7 +412,7 @@ def test_what_nobody_foresaw_is_one_line_with_a_traceback_in_a_file(tmp_path: Pa
         raise RuntimeError("odd\nthing")
 
     monkeypatch.setattr("bullet.sim.run.Simulation.run", breaks)
-    monkeypatch.setattr(lifecycle.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert sim.main(["run", *SMALL, "--out", str(tmp_path / "o")]) == 1
     err = capsys.readouterr().err
     (kept,) = tmp_path.glob("bullet-sim-*-traceback.txt")

@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import json
 import os
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +34,7 @@ def command(program: str, parser: Callable[[], argparse.ArgumentParser], argv: S
         except BulletError as exc:
             _flush()
             if debug:
-                signals.warn(traceback.format_exc().rstrip())
+                signals.warn(_traceback())
             kept = kept_text(args) if getattr(args, "kept", None) is not None else ""
             signals.warn(f"{program}: error: {one_line(exc)}" + (f"; {kept}" if kept and kept != NOTHING else ""))
             status = 2
@@ -45,7 +42,7 @@ def command(program: str, parser: Callable[[], argparse.ArgumentParser], argv: S
             with signals.held():
                 _flush()
                 if debug:
-                    signals.warn(traceback.format_exc().rstrip())
+                    signals.warn(_traceback())
                 said = signals.stop_words(getattr(exc, "number", signals.HEARD[0]))
                 signals.warn(f"{program}: {said}; {kept_text(args)}")
             status = signals.exit_status(exc)
@@ -65,6 +62,8 @@ NOTHING = "nothing was written"
 
 def kept_text(args: argparse.Namespace) -> str:
     """What a command that was stopped left behind, for the one line that says so."""
+    import json
+
     folder: Path | None = getattr(args, "kept", None)
     try:
         if folder is None or not folder.is_dir() or not any(folder.iterdir()):
@@ -79,15 +78,23 @@ def kept_text(args: argparse.Namespace) -> str:
         return f"what was written is in {folder}/"
 
 
+def _traceback() -> str:
+    import traceback
+
+    return traceback.format_exc().rstrip()
+
+
 def _keep_traceback(program: str, debug: bool) -> str:
-    text = traceback.format_exc()
+    import tempfile
+
+    text = _traceback()
     if debug:
-        signals.warn(text.rstrip())
+        signals.warn(text)
         return "traceback above"
     try:
         number, name = tempfile.mkstemp(prefix=f"{program}-", suffix="-traceback.txt")
         with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+            file.write(text + "\n")
         return f"traceback in {name}"
     except OSError:
         return "with --debug it prints the traceback"

@@ -281,7 +281,8 @@ def test_step_times_of_another_model_or_machine_are_refused(trace, model, tmp_pa
 
 @needs_torch
 @pytest.mark.parametrize(("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"),
-                                                      (signal.SIGTERM, 143, "stopped by SIGTERM")])
+                                                      (signal.SIGTERM, 143, "stopped by SIGTERM"),
+                                                      (signal.SIGHUP, 129, "stopped by SIGHUP")])
 def test_a_signal_before_the_first_run_unwinds_and_is_said(model, tmp_path, monkeypatch, capsys, number, status, said):
     """While step times are taken no run has a handler yet: the machine is closed all the same, and the folder named."""
     from bullet.runtime import machine, step_times
