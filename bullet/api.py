@@ -21,13 +21,15 @@ from bullet.config import Config, RunConfig, configuration, to_toml
 from bullet.devices.base import Device
 from bullet.devices.load import load_device
 from bullet.errors import ConfigError, ResultsError
-from bullet.files import Claim, safe_name, write_text
+from bullet.files import Claim, safe_name, write_json, write_text
 from bullet.policies.sharing import share_options
 from bullet.results import folder as folders
 from bullet.results import metrics, page, plots, tables
 from bullet.results.columns import RequestTable, Rows, RunOutcome, StepTable, Table
 from bullet.signals import Say, Watch, silent, unwatched
+from bullet.sweeps import seeds as seeds_of
 from bullet.workload import Workload, load_workload, resolved
+from bullet.workload.formats.bench import measured_figures
 from bullet.workload.report import run_lines
 
 if TYPE_CHECKING:
@@ -107,9 +109,11 @@ def _figures(run: Run) -> Mapping[str, Any]:
 # ------------------------------------------------------------------------------------------- several runs
 
 
-def table(runs: Sequence[Run]) -> str:
-    """What ``bullet-sim compare`` prints: one run a row."""
-    return "\n".join([tables.comparison_table([_figures(run) for run in runs]), *option_notes([run.config for run in runs])])
+def table(runs: Sequence[Run], width: int = tables.WIDTH, measured: Mapping[str, Any] | None = None) -> str:
+    """What ``bullet-sim compare`` prints: one run a row, in ``width`` columns; ``measured``: a row of
+    :func:`bullet.results.tables.measured_row`."""
+    return "\n".join([tables.comparison_table([_figures(run) for run in runs], width, measured),
+                      *(tables.wrapped(note, width) for note in option_notes([run.config for run in runs]))])
 
 
 def plot_latency(runs: Sequence[Run]) -> Figure:
@@ -126,7 +130,7 @@ def plot_comparison(runs: Sequence[Run]) -> Figure:
 
 
 def simulate(config: Config, *, out: str | Path | None = None, report: bool = True, watch: Watch = unwatched,
-             say: Say = silent) -> Run:
+             say: Say = silent, width: int = tables.WIDTH) -> Run:
     """Simulate one run: ``simulate({"policy.name": "bullet", "workload.trace": "azure-code", "workload.rate_req_per_s": 5})``.
 
     ``out``: a fresh folder to keep it in, as ``bullet-sim run`` does, with plots and a page unless ``report`` is false; without
@@ -137,19 +141,21 @@ def simulate(config: Config, *, out: str | Path | None = None, report: bool = Tr
     read: list[str] = []
     (whole,), workload, device = prepare([configuration(config)], read.append)
     run = _simulate(whole, workload, device, None if out is None else Path(out), watch)
-    say("\n".join([*read, run.table()]))
+    say("\n".join([*read, table([run], width)]))
     if run.folder is not None and report:
         page.drawn(partial(_draw, run))
     return run
 
 
 def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | None = None, report: bool = True,
-            watch: Watch = unwatched, say: Say = silent) -> list[Run]:
+            watch: Watch = unwatched, say: Say = silent, width: int = tables.WIDTH,
+            measured: str | Path | None = None) -> list[Run]:
     """The same requests under each of ``policies`` (names, or "A,B,.."), one run each, in order; otherwise as :func:`simulate`.
 
     An option goes to the policies that have it; one that none has is refused. ``out``: a folder with one a run in it and the
     comparison's own files, as ``bullet-sim compare`` makes it; a comparison that was stopped there goes on after the runs that
-    are whole, if they are of the same configuration.
+    are whole, if they are of the same configuration. ``measured``: the result file of a benchmark (vLLM's, SGLang's), a row
+    of its own beside them. ``width``: columns of what ``say`` hears.
     """
     given = policies if isinstance(policies, str) else ",".join(policies)
     policies = split_names(given)
@@ -157,6 +163,7 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"--policies {given!r}: must name each policy once, separated by commas")
     base, read = configuration(config), list[str]()
+    bench = None if measured is None else tables.measured_row(measured_figures(Path(measured)), Path(measured))
     configs, workload, device = prepare([
         dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies],
         read.append)
@@ -176,18 +183,53 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
                 # The steps, ten times as many as the requests, need not wait in memory.
                 run = dataclasses.replace(run, steps_kept=None)
             runs.append(run)
-            tables.write_comparison(folder, [figures(run) for run in runs])
-        text = table(runs)
-        write_text(folder / "comparison.txt", text + "\n")
+            tables.write_comparison(folder, [*(_figures(run) for run in runs), *([] if bench is None else [bench])])
+        write_text(folder / "comparison.txt", table(runs, measured=bench) + "\n")
         (folder / COMPARING).unlink()
-        say("\n".join([*read, text]))
+        say("\n".join([*read, table(runs, width, bench)]))
         if report:
             for run in runs:
                 page.drawn(partial(_draw, run))
             page.drawn(lambda: page.write_comparison_report(
-                folder, [run.request_table for run in runs], [figures(run) for run in runs], [folder / name for name in names],
+                folder, [run.request_table for run in runs], [_figures(run) for run in runs], [folder / name for name in names],
                 to_toml(runs[0].config)))
     return runs
+
+
+def over_seeds(config: Config, seeds: int, policies: str | Sequence[str] | None = None, *, out: str | Path | None = None,
+               report: bool = True, watch: Watch = unwatched, say: Say = silent, width: int = tables.WIDTH) -> list[list[Run]]:
+    """:func:`simulate`, or :func:`compare` where there are ``policies``, under ``seeds`` seeds from the configuration's on: a
+    list of runs a seed.
+
+    ``out``: a fresh folder with one a seed in it, and the means of all figures with their 95 % intervals (``seeds.txt``,
+    ``seeds.json``); of several policies also the differences from the first, which had the same requests. ``say`` hears that
+    table.
+    """
+    if not 2 <= seeds <= 10_000:
+        raise ConfigError(f"--seeds {seeds}: must be 2 to 10,000: an interval needs two runs")
+    base, read = configuration(config), list[str]()
+    found: list[list[Run]] = []
+
+    def all_of(folder: Path | None) -> None:
+        for seed in range(base.seed, base.seed + seeds):
+            one, at = dataclasses.replace(base, seed=seed), None if folder is None else folder / f"seed-{seed}"
+            hear = read.append if not found else silent
+            if policies is None:
+                found.append([simulate(one, out=at, report=report, watch=watch, say=hear)])
+            else:
+                found.append(compare(one, policies, out=at, report=report, watch=watch, say=hear))
+
+    if out is None:
+        all_of(None)
+    else:
+        with Claim(Path(out)) as claim:
+            all_of(claim.folder)
+            summaries = [[_figures(run) for run in runs] for runs in found]
+            write_text(claim.folder / "seeds.txt", seeds_of.seeds_table(summaries) + "\n")
+            write_json(claim.folder / "seeds.json", seeds_of.record(summaries))
+    lines = read[0].partition("\n\n")[0]  # what was read of the trace; the table is one seed's
+    say(f"{lines}\n\n{seeds_of.seeds_table([[_figures(run) for run in runs] for runs in found], width)}")
+    return found
 
 
 COMPARING = "comparing.txt"

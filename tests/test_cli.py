@@ -381,3 +381,40 @@ def test_a_command_loads_numpy_with_one_blas_thread(command: str, before: str, a
                f"try: main(['--help'])\nexcept SystemExit: print(os.environ.get('OPENBLAS_NUM_THREADS'))")
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
     assert told[-1] == str(after)
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--ttft", "500"], "'500' is not a time with its unit (500ms, 0.5s"),
+    (["--concurrency", "4", "--rate", "3"], "--rate 3 has no effect on closed arrivals"),
+    (["--concurrency", "0"], "workload.concurrency (--concurrency) = 0: must be a number of clients"),
+    (["--concurrency", "4", "--arrivals", "poisson"], "must be none with poisson arrivals"),
+    (["--ttft", "500ms", "--ttft-per-token", "3ms"], "must be the only TTFT objective"),
+    (["--seeds", "1"], "--seeds 1: must be 2 to 10,000")])
+def test_objectives_loops_and_seeds_that_cannot_be(flags: list[str], words: str, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = sim.main(["run", *flags, *FAST, "--out", str(tmp_path / "x")])
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
+    assert code == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_absolute_objectives_and_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The policy is shown the absolute TTFT; both readings are one."""
+    out = tmp_path / "run"
+    assert sim.main(["run", "--ttft", "500ms", "--tpot", "30ms", "--concurrency", "4", "--think-time", "1s", *FAST, "--out",
+                     str(out)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "closed loop of 4 clients that think 1 s" in text
+    assert "TTFT <= 0.5 s and TPOT <= 0.03 s" in text
+    config, summary, _, requests = load_run(out)
+    assert (config.slo.ttft_s, config.slo.tpot_s, config.slo.ttft_s_per_token, config.slo.by_default) == (0.5, 0.03, None, None)
+    assert set(requests["ttft_slo_per_request_s"].tolist()) == set(requests["ttft_slo_mean_length_s"].tolist()) == {0.5}
+    assert (summary["ttft_slo_s"], summary["tpot_slo_s"], summary["max_concurrency"]) == (0.5, 0.03, 4)
+    met = summary["slo_attainment_mean_length"]
+    assert summary["request_goodput"] == pytest.approx(met * summary["offered"] / summary["duration"])
+    again = tmp_path / "again"
+    assert sim.main(["run", "--config", str(out / "config.toml"), "--quiet", "--no-report", "--out", str(again)]) == 0
+    assert (again / "summary.json").read_bytes() == (out / "summary.json").read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -63,6 +64,11 @@ def seconds(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time with its unit (500ms, 0.5s; ns, us, ms, s, min, h)")
     return found
+
+
+def width() -> int:
+    """Columns for tables: 80, or the terminal's if that is wider."""
+    return max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 80
 
 
 def group_of(parser: argparse.ArgumentParser, title: str) -> Any:

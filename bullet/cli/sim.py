@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bullet.cli import sweep
 from bullet.cli.common import (
@@ -21,6 +21,7 @@ from bullet.cli.common import (
     refuse_idle,
     watched,
     whole,
+    width,
 )
 from bullet.cli.inspect import add_inspect
 from bullet.cli.lifecycle import command
@@ -49,6 +50,9 @@ EXAMPLES = """examples:
       a stored run again, with other requests
 """
 
+
+if TYPE_CHECKING:
+    from bullet.config import RunConfig
 
 RUN_EXAMPLES = """examples:
   bullet-sim run --trace sharegpt --rate 15 --policy bullet --out runs/mine
@@ -143,18 +147,36 @@ def _run(args: argparse.Namespace) -> int:
     config = build_config(args)
     refuse_idle(args, [config.policy.name], "estimator")
     out = fresh_folder(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
-    api.simulate(config, out=out, report=not args.no_report, watch=watched(args), say=print)
+    if args.seeds is not None:
+        return _over_seeds(args, config, None, out)
+    api.simulate(config, out=out, report=not args.no_report, watch=watched(args), say=print, width=width())
     print_paths(out, args, RUN_FILES)
+    return 0
+
+
+def _over_seeds(args: argparse.Namespace, config: RunConfig, policies: str | None, out: Path) -> int:
+    from bullet import api
+
+    api.over_seeds(config, args.seeds, policies, out=out, report=not args.no_report, watch=watched(args), say=print,
+                   width=width())
+    print_paths(out, args, "seeds.txt, seeds.json", f"seed-{config.seed}/ to seed-{config.seed + args.seeds - 1}/")
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
     from bullet import api
+    from bullet.errors import ConfigError
 
     config, names = build_config(args), api.split_names(args.policies)
     refuse_idle(args, names, "estimator")
     out = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
-    runs = api.compare(config, args.policies, out=out, report=not args.no_report, watch=watched(args), say=print)
+    if args.seeds is not None:
+        for flag, given in (("--measured", args.measured is not None), ("--bound", args.bound)):
+            if given:
+                raise ConfigError(f"{flag}: is of one seed: leave --seeds {args.seeds} out")
+        return _over_seeds(args, config, args.policies, out)
+    runs = api.compare(config, args.policies, out=out, report=not args.no_report, watch=watched(args), say=print, width=width(),
+                       measured=args.measured)
     if args.bound:
         from bullet.sweeps.bound import bound
 

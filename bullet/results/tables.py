@@ -140,14 +140,36 @@ def notes_on(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def comparison_table(summaries: Sequence[Mapping[str, Any]], width: int = WIDTH) -> str:
+def comparison_table(summaries: Sequence[Mapping[str, Any]], width: int = WIDTH,
+                     measured: Mapping[str, Any] | None = None) -> str:
     """Aligned text, one system a row; says first that it is simulated, and on what. Columns that do not fit in ``width`` stand in
-    a further block of rows below."""
+    a further block of rows below. ``measured``: figures of a benchmark of the real engine, as a row of their own, and what the
+    simulated ones are of them."""
+    rows = list(summaries) if measured is None else [*summaries, measured]
     return "\n".join([*(wrapped(line, width) for line in (headline(summaries[0]), *model_line(summaries[0]))), "",
-                      grid([label(s) for s in summaries],
-                           [(group, title, [cell_text(s.get(key), form) for s in summaries])
+                      grid([label(s) for s in rows],
+                           [(group, title, [cell_text(s.get(key), form) for s in rows])
                             for group, title, key, form in columns_of(summaries)], width),
-                      "", *(wrapped(note, width) for note in notes_on(summaries))])
+                      "", *(wrapped(note, width) for note in (
+                          *notes_on(summaries), *([] if measured is None else measured_notes(summaries, measured))))])
+
+
+def measured_row(figures: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """A benchmark's figures as a row of the table; its goodput is by its own objectives, which its file does not hold."""
+    kept = {key: value for key, value in figures.items() if key != "request_goodput"}
+    return {**kept, "system": f"measured: {file_name(file)}", "estimator": None, "source": "measured"}
+
+
+def measured_notes(summaries: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> list[str]:
+    """Simulated figures as multiples of the measured ones."""
+    keys = {"mean_ttft_ms": "mean TTFT", "p99_ttft_ms": "P99 TTFT", "mean_tpot_ms": "mean TPOT", "p99_tpot_ms": "P99 TPOT",
+            "request_throughput": "req/s"}
+    notes = ["measured: by a benchmark of a real engine, on whatever hardware it ran; - is not in its file."]
+    for summary in summaries:
+        ratios = [f"{name} {summary[key] / measured[key]:.2f}" for key, name in keys.items()
+                  if isinstance(measured.get(key), int | float) and measured[key] and summary[key] is not None]
+        notes.append(f"simulated / measured, {label(summary)}: {', '.join(ratios) or 'no figure in common'}")
+    return notes
 
 
 def wrapped(text: str, width: int) -> str:
@@ -188,5 +210,5 @@ def write_comparison(folder: Path, summaries: Sequence[Mapping[str, Any]]) -> No
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(keys)
-    writer.writerows([["" if s[k] is None else s[k] for k in keys] for s in summaries])
+    writer.writerows([["" if s.get(k) is None else s[k] for k in keys] for s in summaries])
     write_text(folder / "comparison.csv", out.getvalue())
