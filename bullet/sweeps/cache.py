@@ -100,6 +100,20 @@ def key_of(config: RunConfig) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 
+def read_entry(path: Path) -> dict[str, Any] | None:
+    """A record from its file; ``None`` where there is none. ``ValueError``: damaged, its checksum differs."""
+    try:
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise ValueError(str(exc)) from None
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise ValueError("damaged")
+    record: dict[str, Any] = json.loads(text)
+    return record
+
+
 class Cache:
     """Records (plain JSON) by key, below ``folder``. ``damaged``: entries that could not be read, to be made anew."""
 
@@ -115,17 +129,11 @@ class Cache:
         """A record; ``None`` where there is none, or a damaged one."""
         path = self.path(key)
         try:
-            digest, _, text = path.read_text(encoding="utf-8").partition("\n")
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError):
-            digest, text = "", ""
-        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            return read_entry(path)
+        except ValueError:
             if path not in self.damaged:
                 self.damaged.append(path)
             return None
-        record: dict[str, Any] = json.loads(text)
-        return record
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Whole or not at all, whoever else writes the same; :class:`~bullet.errors.ResultsError`."""

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bullet.config import RunConfig
 from bullet.errors import BulletError, ConfigError, ResultsError, one_line
 from bullet.signals import Say, silent
-from bullet.sweeps.cache import Cache, code_digest
+from bullet.sweeps.cache import Cache, code_digest, read_entry
 from bullet.sweeps.measure import measure
 
 RETRIES = 5
@@ -53,10 +55,6 @@ class Pool:
     ray: str | None = None
     progress: Callable[[Progress], None] | None = None
     say: Say = silent
-
-    def __post_init__(self) -> None:
-        if self.jobs is not None and self.jobs < 1:
-            raise ConfigError(f"jobs = {self.jobs}: must be 1 or more")
 
     @property
     def workers(self) -> int:
@@ -114,7 +112,9 @@ class Pool:
         def go(work: Iterable[tuple[str, RunConfig]], cache: Cache) -> Iterable[tuple[str, Any]]:
             # Batches of one: a run takes long enough, and what a batch had done would be lost with its worker.
             run = Parallel(n_jobs=self.workers, backend="loky", batch_size=1, return_as="generator_unordered")
-            results: Iterable[tuple[str, Any]] = run(delayed(run_one)(key, config, cache.path(key)) for key, config in list(work))
+            parent = os.getpid()
+            results: Iterable[tuple[str, Any]] = run(delayed(_run_below)(parent, key, config, cache.path(key))
+                                                     for key, config in list(work))
             return results
 
         with warnings.catch_warnings():
@@ -125,11 +125,10 @@ class Pool:
 
 def run_one(key: str, config: RunConfig, entry: Path) -> tuple[str, dict[str, Any]]:
     """One run in a worker. A mistake of the user's, or of ours, is a record like another and stops nobody else's run."""
-    cache_of = Cache.__new__(Cache)
-    cache_of.folder, cache_of.damaged = entry.parent.parent, []
-    record = cache_of.get(key)  # another sweep may have been here meanwhile
-    if record is not None:
-        return key, record
+    with suppress(ValueError):  # damaged: it will be written over
+        record = read_entry(entry)  # another sweep may have been here meanwhile
+        if record is not None:
+            return key, record
     about: dict[str, Any] = {"code": code_digest(), "policy": config.policy.name}
     try:
         figures, seconds = measure(config)
@@ -140,6 +139,22 @@ def run_one(key: str, config: RunConfig, entry: Path) -> tuple[str, dict[str, An
         return key, {**about, "error": f"{type(exc).__name__}: {one_line(exc)} ({Path(where.filename).name}:{where.lineno})",
                      "seconds": 0.0}
     return key, {**about, "figures": figures, "seconds": seconds}
+
+
+@cache
+def _end_with(parent: int) -> None:
+    """This worker goes when its parent does, even by a kill: loky's would wait for work for minutes."""
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_below(parent: int, key: str, config: RunConfig, entry: Path) -> tuple[str, dict[str, Any]]:
+    _end_with(parent)
+    return run_one(key, config, entry)
 
 
 class _Estimate:

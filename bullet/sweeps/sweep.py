@@ -16,7 +16,7 @@ from typing import Any
 from bullet import policies as known_policies
 from bullet.config import Config, RunConfig, WorkloadConfig, configuration, to_toml
 from bullet.devices.load import load_device
-from bullet.errors import ConfigError
+from bullet.errors import ConfigError, require
 from bullet.files import Claim, safe_name, write_text
 from bullet.parquet import write_table
 from bullet.policies.sharing import share_options
@@ -228,6 +228,7 @@ def _kind(config: RunConfig) -> str:
 def make_pool(cache: Cache | str | Path | None, jobs: int | None, ray: str | None, progress: Callable[[Progress], None] | None,
               say: Say) -> Pool:
     """A pool over a cache, which a folder stands for."""
+    require(jobs is None or jobs >= 1, "jobs", jobs, "1 or more")
     return Pool(cache if isinstance(cache, Cache) else Cache(Path(DEFAULT if cache is None else cache)), jobs, ray, progress, say)
 
 
@@ -246,8 +247,7 @@ def sweep(config: Config, axes: Axes, *, zipped: Sequence[Axes] = (), seeds: int
     if seeds is not None:
         if SEED in given or any(SEED in group for group in zipped):
             raise ConfigError("seeds: seed is an axis already")
-        if seeds < 1:
-            raise ConfigError(f"seeds = {seeds}: must be 1 or more")
+        require(seeds >= 1, "seeds", seeds, "1 or more")
         given[SEED] = list(range(seeds))
     base = configuration(config)
     wanted = checked(axes_of.cells(base, given, zipped))
