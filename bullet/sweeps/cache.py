@@ -138,7 +138,7 @@ class Cache:
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Whole or not at all, whoever else writes the same; :class:`~bullet.errors.ResultsError`."""
         path = self.path(key)
-        text = json.dumps(record, allow_nan=False, sort_keys=True)
+        text = json.dumps(record, allow_nan=False)  # in its order, which is that of the table's columns
         try:
             path.parent.mkdir(exist_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

@@ -94,6 +94,12 @@ def test_the_second_time_nothing_is_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen == [Progress(2, 2, 0.0)]
     assert [row for row in again.rows if row[RATE] == 4] == [
         row for row in first.rows if row[RATE] == 4 and row["policy.name"] == "static-96"]
+    whole = sweep(SMALL, AXES, cache=tmp_path, jobs=1)
+    for number, one in enumerate((first, whole)):
+        (tmp_path / str(number)).mkdir()
+        one.write(tmp_path / str(number), report=False)
+    for name in ("runs.parquet", "runs.csv", "points.csv", "sweep.txt"):
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
 def test_processes_give_the_same_rows_as_one(found: Sweep, tmp_path: Path) -> None:
