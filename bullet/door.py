@@ -301,9 +301,11 @@ def plain_kind(value: Any) -> str:
     return PLAIN_NAMES["null"]
 
 
-def typed(value: Any, kind: type[_T], where: str | Path, error: Error, prefix: str = "") -> _T:
-    """Plain data as a ``kind`` (a dataclass, a TypedDict or a container of those): whole numbers may stand for floats, nothing
-    else for anything. ``error`` names ``where`` and, after ``prefix``, the key: absent, unknown, or of another type.
+def typed(value: Any, kind: type[_T], where: str | Path, error: Error, prefix: str = "", *,
+          others: bool = False) -> _T:
+    """Plain data as a ``kind`` (a dataclass or a container of those): whole numbers may stand for floats, nothing
+    else for anything. ``error`` names ``where`` and, after ``prefix``, the key: absent, unknown (unless ``others``
+    may be there too), or of another type.
 
     Without msgspec (``make gpu`` installs nothing) what the package ships and what flags say is taken as it is; other files are
     refused.
@@ -314,7 +316,7 @@ def typed(value: Any, kind: type[_T], where: str | Path, error: Error, prefix: s
         if where != FLAGS and not Path(where).is_relative_to(_PACKAGE):
             raise error(f"{where}: is checked by msgspec, which is not installed here: pip install msgspec") from None
         return typing.cast(_T, _built(value, kind))
-    unknown = _unknown(value, kind, prefix)
+    unknown = None if others else _unknown(value, kind, prefix)
     if unknown is not None:
         raise error(f"{where}: {unknown}")
     try:

@@ -175,7 +175,7 @@ def test_good_rows_pass_and_say_their_gpu(tmp_path: Path) -> None:
      + [("layernorm", 99, 0.003)], r"row 4 \(norm\): 3e-09 s is 1/\d+ of its neighbours'"),
     ([("layernorm", 8192, 100)], r"row 0 \(norm\): 2684 GB/s is above rtx4090's peak of 1008"),  # 4 x 2 bytes x 4096 x 8192
     ([*qkv(70, 80), ("qkv_proj", 100, 71)], r"row 2 \(gemm_qkv\) repeats row 0"),
-    (qkv(0, 80), r"row 0 \(gemm_qkv\): 0.0 s: must be positive"),
+    (qkv(0, 80), r"dense.csv.gz: row 0: median_s = 0.0: must be positive"),
 ])
 def test_what_no_gpu_measures_is_refused_with_its_row(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(ProfileError, match=message):

@@ -44,8 +44,8 @@ def test_points_are_read(tmp_path: Path) -> None:
     (HEAD + STATIC.replace("here", "nowhere"), "'# nowhere: ..'"),
     (HEAD + STATIC + STATIC, "twice"),
     (HEAD + SERVED + SERVED.replace("tpot_p50", "ttft_p50").replace(",20,", ",30,"), "differs"),
-    (HEAD + STATIC.replace(",here", ""), "12 columns"),
-    (STATIC, "must be point,kind"),
+    (HEAD + STATIC.replace(",here", ""), "11 cells where the header has 12"),
+    (STATIC, "no column 'point'"),
 ])
 def test_a_wrong_row_is_refused_by_its_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ProfileError, match=r"serving_points\.csv") as caught:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bullet.errors import ProfileError
+from bullet.errors import ProfileError, short
 from bullet.parquet import read_table, write_table
 
 SCHEMA = "bullet-samples"
@@ -131,9 +131,15 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
             if name in REQUIRED or name in (OWN if row.get("origin") is None else IMPORTED):
                 raise ProfileError(f"{where}: column {name!r} is missing")
         elif not isinstance(value, _TYPES[kind]) or (kind == "int" and isinstance(value, bool)):
-            raise ProfileError(f"{where}: {name} = {value!r}: must be {kind}")
+            raise ProfileError(f"{where}: {name} = {short(value)}: must be {kind}")
         elif isinstance(value, float) and not math.isfinite(value):
             raise ProfileError(f"{where}: {name} = {value!r}: must be finite")
+        elif isinstance(value, str) and not value.isprintable():
+            raise ProfileError(f"{where}: {name} = {short(value)}: must be one line of text")
+        elif isinstance(value, int) and not -2**63 <= value < 2**63:
+            raise ProfileError(f"{where}: {name} = {short(value)}: must be a whole number of 64 bits")
+        elif name.endswith("_s") and not (value > 0 or (value == 0 and name != "median_s")):
+            raise ProfileError(f"{where}: {name} = {value!r}: must be positive")
         full[name] = value
     return full
 

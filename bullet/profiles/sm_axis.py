@@ -26,9 +26,9 @@ from bullet.devices.fitted import DeviceModel
 from bullet.errors import ProfileError
 from bullet.profiles import forms
 from bullet.profiles.forms import Array, FitError
-from bullet.profiles.importers.reading import number, read_columns, whole
+from bullet.profiles.importers.reading import read_columns, seconds, text, whole
 from bullet.profiles.rows import Row
-from bullet.units import MILLI
+from bullet.units import MICRO, MILLI
 
 AXIS = ("rate_slope", "rate_cap", "bandwidth_knee", "bandwidth_sharpness")
 FLAT = {"rate_slope": 0.0, "rate_cap": 1.0, "bandwidth_knee": 1.0, "bandwidth_sharpness": 1.0}
@@ -50,10 +50,13 @@ def muxserve(folder: Path, size: str, phase: str) -> Sweep:
     """(batch, sequence length) that MuxServe measured at every share of SMs."""
     path, found = folder / MUXSERVE, Sweep()
     for i, raw in enumerate(read_columns(path, ("model", "batch_size", "seq_len", "mps_sm_percent", f"{phase}_ms"))):
-        if raw["model"].endswith("-" + size) and raw[f"{phase}_ms"] != "-1.0":  # not measured
+        if text(raw, "model", path, i).endswith("-" + size) and raw[f"{phase}_ms"] != "-1.0":  # not measured
             batch, length, percent = (whole(raw, name, path, i) for name in ("batch_size", "seq_len", "mps_sm_percent"))
-            found.setdefault((batch, length), {})[percent] = number(raw, f"{phase}_ms", path, i) * MILLI
-    return {shape: times for shape, times in sorted(found.items()) if len(times) == len(PERCENTS) + 1}
+            found.setdefault((batch, length), {})[percent] = seconds(raw, f"{phase}_ms", path, i, MILLI)
+    complete = {shape: times for shape, times in sorted(found.items()) if {*PERCENTS, 100} <= times.keys()}
+    if not complete:
+        raise ProfileError(f"{path}: no {phase} of {size} was measured at every share of SMs")
+    return complete
 
 
 def attention_bandwidth(decode: Sweep) -> Array:
@@ -63,8 +66,11 @@ def attention_bandwidth(decode: Sweep) -> Array:
     """
     relative = []
     for batch in sorted({b for b, _ in decode if b >= 32}):  # below, the difference is a millisecond and rounding shows
-        short, *_, long = sorted(length for b, length in decode if b == batch)
-        more = {p: decode[batch, long][p] - decode[batch, short][p] for p in (*PERCENTS, 100)}
+        lengths = sorted(length for b, length in decode if b == batch)
+        more = {p: decode[batch, lengths[-1]][p] - decode[batch, lengths[0]][p] for p in (*PERCENTS, 100)}
+        if min(more.values()) <= 0:
+            raise ProfileError(f"{MUXSERVE}: batch {batch}: a decode of longer contexts takes no longer: which the bandwidth is "
+                               "taken from")
         relative.append([more[100] / more[p] for p in PERCENTS])
     middle: Array = np.median(np.array(relative), axis=0)
     return middle
@@ -119,17 +125,20 @@ def axis_of_steps(folder: Path, gpu: GpuSpec, alone: DeviceCoefficients) -> tupl
         errors[f"decode_step_stretch_{seen}:{size}"] = FitError.of(
             stretch_of(device(size, whole), list(decode[size]), True).ravel(),
             measured_stretch(decode[size]).ravel()).as_dict()
-    copied = _copy_kernel(folder / "lithos_repro_a100_pcie_tpc_sweep.csv")
+    copied = _copy_kernel(folder / "lithos_repro_a100_pcie_tpc_sweep.csv", gpu.num_sms)
     errors["bandwidth_against_sms_of_a_copy_kernel_unfitted"] = FitError.of(
         forms.bandwidth_curve(np.array([n / gpu.num_sms for n in sorted(copied)]), knee, sharpness),
         np.array([copied[gpu.num_sms] / copied[n] for n in sorted(copied)])).as_dict()
     return {"rate_slope": slope, "rate_cap": cap, "bandwidth_knee": knee, "bandwidth_sharpness": sharpness}, errors
 
 
-def _copy_kernel(path: Path) -> dict[int, float]:
+def _copy_kernel(path: Path, sms: int) -> dict[int, float]:
     table = read_columns(path, ("op_index_aligned", "sm_count", "ema_us_at_seen151"))
-    return {whole(raw, "sm_count", path, i): number(raw, "ema_us_at_seen151", path, i) for i, raw in enumerate(table)
-            if raw["op_index_aligned"] == "18"}
+    found = {whole(raw, "sm_count", path, i): seconds(raw, "ema_us_at_seen151", path, i, MICRO) for i, raw in enumerate(table)
+             if raw["op_index_aligned"] == "18"}
+    if sms not in found:
+        raise ProfileError(f"{path}: operation 18 was not measured on all {sms} SMs")
+    return found
 
 
 # ----------------------------------------------------------------------------------------- single kernels
@@ -143,12 +152,13 @@ def greenctx(folder: Path) -> dict[str, Sweep]:
             ("num_tokens", "matrix_shape"), ("batch_size", "context_size"), ("prefill_size",)), strict=True):
         path = folder / f"greenctx_h100_{kind}.csv"
         for i, raw in enumerate(read_columns(path, (*names, "SM_count", "milliseconds"))):
-            if "error" in raw["milliseconds"]:  # cells with "cublas error"
+            if "error" in text(raw, "milliseconds", path, i):  # cells with "cublas error"
                 continue
             sizes = [whole(raw, name, path, i) for name in names if name != "matrix_shape"]
             if op == "gemm":
-                sizes += map(int, reversed(raw["matrix_shape"].split(" x ")))
-            found.setdefault(tuple(sizes), {})[whole(raw, "SM_count", path, i)] = number(raw, "milliseconds", path, i) * MILLI
+                sides = dict(zip(("columns", "rows"), reversed(raw["matrix_shape"].split(" x ")), strict=False))
+                sizes += [whole(sides, side, path, i) for side in ("columns", "rows")]
+            found.setdefault(tuple(sizes), {})[whole(raw, "SM_count", path, i)] = seconds(raw, "milliseconds", path, i, MILLI)
     return {op: {shape: times for shape, times in sorted(found.items()) if 132 in times} for op, found in sweeps.items()}
 
 

@@ -9,7 +9,6 @@ one is part of the outcome and would tell it when the real steps ended.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,9 @@ from bullet.devices import PROFILES
 from bullet.devices.table import FILE, KernelTables, TableDevice, check_tables, read_tables
 from bullet.devices.table_skew import FILE as SKEW_FILE
 from bullet.devices.table_skew import DecodeSkew, read_skew
+from bullet.door import read_object, reason, typed
 from bullet.errors import ConfigError, ProfileError
+from bullet.parquet import read_table
 from bullet.state.prefix import SharedPrefixes
 
 Array = NDArray[np.float64]
@@ -82,25 +83,71 @@ class Recorded(Served):
     skew: DecodeSkew
 
 
+@dataclass
+class _Series:
+    t: list[float]
+    running: list[float]
+    waiting: list[float]
+
+
+@dataclass
+class _Hardware:
+    device_name: str
+
+
+@dataclass
+class _Cache:
+    num_gpu_blocks: int
+
+
+@dataclass
+class _Arguments:
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass
+class _Settings:
+    vllm_version: str
+    hardware: _Hardware
+    kv_cache: _Cache
+    engine_kwargs: _Arguments
+
+
+@dataclass
+class _Peer:
+    peer_simulated_ms: float
+    measured_ms: float
+
+
+@dataclass
+class _Run:
+    """What is read of recorded_run.json, as its publisher writes it."""
+
+    repository: str
+    commit: str
+    licence: str
+    timeseries: _Series
+    engine_settings: _Settings
+    peer_simulator: dict[str, _Peer]
+
+
 def load_recorded(target: str, data: Path | None = None) -> Recorded:
     """A recorded run with its kernel tables, from the shipped profile or a folder like it."""
     if target not in TARGETS:
         raise ConfigError(f"unknown validation target {target!r}: choose one of {', '.join(TARGETS)}, serving")
     gpu, model = TARGETS[target]
     folder = PROFILES / gpu / model if data is None else data
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = folder / "recorded_requests.parquet"
+    table, _ = read_table(path, "a recorded run")
     try:
-        table = pq.read_table(path)
-        t = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
-        first, last, queued, sent = (np.asarray(t[n], dtype=float) for n in (
+        first, last, queued, sent = (np.asarray(table[n].to_numpy(zero_copy_only=False), dtype=float) for n in (
             "first_token_s", "last_token_s", "queued_s", "client_arrival_s"))
         prompts, outputs = (np.array(table[n].to_pylist(), dtype=np.int64) for n in ("prompt_tokens", "output_tokens"))
-        donors, blocks = (table[name].to_pylist() for name in ("prefix_donor", "prefix_blocks"))
-    except (OSError, KeyError, TypeError, ValueError, pa.ArrowException) as exc:
-        raise ProfileError(f"{path}: cannot be read as a recorded run ({str(exc).splitlines()[0]})") from None
+        donors, blocks = (np.array([-1 if n is None else n for n in table[name].to_pylist()], dtype=np.int64).tolist()
+                          for name in ("prefix_donor", "prefix_blocks"))
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
+        raise ProfileError(f"{path}: cannot be read as a recorded run ({reason(exc)})") from None
     if len(queued) < 2:
         raise ProfileError(f"{path}: {len(queued)} requests: needs 2 or more")
     ordered = np.append(True, np.diff(sent) >= 0)
@@ -110,24 +157,21 @@ def load_recorded(target: str, data: Path | None = None) -> Recorded:
                            "last token and positive lengths")
     shared = {}
     for i, (donor, count) in enumerate(zip(donors, blocks, strict=True)):
-        if donor is None:
+        if table["prefix_donor"][i].as_py() is None:
             continue
-        if count is None or not (0 <= donor < i and 0 < count * KV_BLOCK_TOKENS <= min(prompts[i], prompts[donor])):
+        if not (0 <= donor < i and 0 < count * KV_BLOCK_TOKENS <= min(prompts[i], prompts[donor])):
             raise ProfileError(f"{path}: row {i}: prefix_donor = {donor}, prefix_blocks = {count}: must be an earlier row, and "
                                f"full blocks of {KV_BLOCK_TOKENS} tokens that both prompts have")
         shared[i] = (int(donor), int(count))
     path = folder / "recorded_run.json"
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        series = {name: np.array(run["timeseries"][name], dtype=float) for name in ("t", "running", "waiting")}
-        settings, peer = run["engine_settings"], run["peer_simulator"]
-        source = f"{run['repository']} {run['commit'][:12]}, {run['licence']}"
-        # Read here so that a file without them is refused here.
-        _ = [float(peer[name][key]) for name in NAMES for key in ("peer_simulated_ms", "measured_ms")]
-        _ = [settings["vllm_version"], settings["hardware"]["device_name"], int(settings["kv_cache"]["num_gpu_blocks"]),
-             *(int(settings["engine_kwargs"][key]) for key in ("max_num_batched_tokens", "max_num_seqs"))]
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ProfileError(f"{path}: cannot be read as a recorded run ({exc!r})") from None
+    raw = read_object(path, ProfileError, "a recorded run")
+    run = typed(raw, _Run, path, ProfileError, others=True)
+    absent = [name for name in NAMES if name not in run.peer_simulator]
+    if absent:
+        raise ProfileError(f"{path}: peer_simulator.{absent[0]} is missing")
+    series = {name: np.array(getattr(run.timeseries, name)) for name in ("t", "running", "waiting")}
+    settings, peer = raw["engine_settings"], raw["peer_simulator"]
+    source = f"{run.repository} {run.commit[:12]}, {run.licence}"
     if len({len(column) for column in series.values()}) != 1 or not len(series["t"]):
         raise ProfileError(f"{path}: timeseries: t, running and waiting must be as long as each other, 1 or more")
     if last.max() > 2 * series["t"][-1] + 60:

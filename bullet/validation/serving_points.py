@@ -11,15 +11,15 @@ Kinds of point:
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bullet import door
 from bullet.devices import PROFILES
-from bullet.errors import ProfileError
+from bullet.errors import ProfileError, short
 
 FILE = "serving_points.csv"
 COLUMNS = ("point", "kind", "engine", "gpu", "rate_req_per_s", "requests", "batch", "prompt_tokens", "output_tokens", "metric",
@@ -66,20 +66,12 @@ def shipped() -> list[Point]:
 
 def read_points(path: Path) -> list[Point]:
     """The points of one file; :class:`ProfileError` names the line and what is wrong with it."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ProfileError(f"{path}: cannot be read ({exc})") from None
-    sources = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
-    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
-    if not numbered or tuple(numbered[0][1].split(",")) != COLUMNS:
-        raise ProfileError(f"{path}: the first line that is no comment must be {','.join(COLUMNS)}")
+    sources = dict(line[1:].strip().split(": ", 1) for _, line in door.lines(path, ProfileError)
+                   if line.startswith("#") and ": " in line)
     found: dict[str, Point] = {}
     figures: dict[str, dict[str, float]] = {}
-    for (number, _), row in zip(numbered[1:], csv.DictReader(line for _, line in numbered), strict=True):
+    for number, row in door.read_csv(path, COLUMNS, ProfileError, comment="#"):
         where = f"{path}:{number}"
-        if None in row or None in row.values():
-            raise ProfileError(f"{where}: needs {len(COLUMNS)} columns")
         kind, metric = row["kind"], row["metric"]
         if kind not in NEEDS or metric not in METRICS[kind]:
             allowed = "; ".join(f"{k}: {', '.join(m)}" for k, m in METRICS.items())
@@ -108,9 +100,9 @@ def _number(where: str, column: str, text: str, needed: bool) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    whole = column not in ("rate_req_per_s", "measured_s")
-    if not (math.isfinite(value) and value > 0) or (whole and value != int(value)):
-        raise ProfileError(f"{where}: {column} = {text!r}: must be a positive {'whole ' if whole else ''}number")
+    whole = column in ("requests", "batch", "prompt_tokens", "output_tokens", "max_num_batched_tokens")
+    if not 0 < value < 1e9 or (whole and value != int(value)):
+        raise ProfileError(f"{where}: {column} = {short(text)}: must be a positive {'whole ' if whole else ''}number")
     if column == "measured_s" and value > 1000:
         raise ProfileError(f"{where}: measured_s = {text!r}: over 1,000 s; are these milliseconds?")
     return value
@@ -122,32 +114,38 @@ def _number(where: str, column: str, text: str, needed: bool) -> float:
 def unlicensed(folder: Path) -> list[Point]:
     """The Llama-3.1-8B runs on one H100 in a folder of the user's, one point a load stage."""
     places = [folder / UNLICENSED_FILE, folder / "unlicensed" / UNLICENSED_FILE]
-    path = next((place for place in places if place.is_file()), None)
+    path = next((place for place in places if door.is_file(place, ProfileError)), None)
     if path is None:
         raise ProfileError(f"{folder}: has no {UNLICENSED_FILE} (nor has its folder unlicensed/): give the folder that holds it")
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        return list(_blis(path, rows))
-    except (OSError, UnicodeDecodeError, KeyError, ValueError, IndexError) as exc:
-        raise ProfileError(f"{path}: cannot be read as these runs ({exc!r})") from None
+    return list(_blis(path))
 
 
-def _blis(path: Path, rows: Iterable[Mapping[str, str]]) -> Iterable[Point]:
+_BLIS_COLUMNS = ("model", "tp", "stage_index", "workload", "nominal_stage_rates_req_s", "ttft_mean_ms", "e2e_mean_ms", "exp",
+                 "max_num_batched_tokens", "gpu_mem_util")
+
+
+def _blis(path: Path) -> Iterable[Point]:
     """Stage -1 sums up the others. TPOT = (latency - TTFT) / (output - 1), all of means."""
     found = 0
-    for row in rows:
+    for number, row in door.read_csv(path, _BLIS_COLUMNS, ProfileError):
         if row["model"] != "meta-llama/Llama-3.1-8B-Instruct" or row["tp"] != "1" or row["stage_index"] == "-1":
             continue
         found += 1
-        stage, workload = int(row["stage_index"]), row["workload"]
+        where, workload = f"{path}:{number}", row["workload"]
+        if workload not in TOKENS:
+            raise ProfileError(f"{where}: workload {short(workload)}: known are {', '.join(TOKENS)}")
         prompt, output = TOKENS[workload]
-        rate = float(row["nominal_stage_rates_req_s"].split(";")[stage])
-        ttft_s, latency_s = float(row["ttft_mean_ms"]) / 1e3, float(row["e2e_mean_ms"]) / 1e3
+        stages = dict(enumerate(row["nominal_stage_rates_req_s"].split(";")))
+        stage = int(row["stage_index"]) if row["stage_index"].isdecimal() and len(row["stage_index"]) < 5 else -1
+        rate = _number(where, "rate_req_per_s", stages.get(stage, ""), True)
+        ttft_s, latency_s = (_number(where, name, row[name], True) / 1e3 for name in ("ttft_mean_ms", "e2e_mean_ms"))
+        if not ttft_s < latency_s:
+            raise ProfileError(f"{where}: ttft_mean_ms = {row['ttft_mean_ms']}: must be less than e2e_mean_ms")
+        budget, kv_share = (_number(where, name, row[name], True) for name in ("max_num_batched_tokens", "gpu_mem_util"))
         yield Point(f"{row['exp'].split('-')[0]} {workload} {rate:g} req/s", "constant", "vLLM 0.15.1", "h100",
                     UNLICENSED_SOURCE, {"ttft_mean": ttft_s, "tpot_mean": (latency_s - ttft_s) / (output - 1),
                                         "latency_mean": latency_s},
-                    rate, max(600, round(0.25 * rate * output)), 0, prompt, output, int(row["max_num_batched_tokens"]),
-                    float(row["gpu_mem_util"]), DISTINCT[workload], licensed=False)
+                    rate, max(600, round(0.25 * rate * output)), 0, prompt, output, int(budget), kv_share, DISTINCT[workload],
+                    licensed=False)
     if not found:
         raise ProfileError(f"{path}: has no run of Llama-3.1-8B-Instruct on one GPU")

@@ -16,6 +16,7 @@ from bullet.profiles.importers.reading import (
     make_row,
     number,
     read_columns,
+    text,
     whole,
 )
 from bullet.profiles.rows import Row
@@ -52,8 +53,8 @@ def llama_gemms(m: int, n: int, k: int) -> bool:
 
 def _rows(path: Path, needed: Iterable[str]) -> list[tuple[int, dict[str, Any], Origin]]:
     rows = read_columns(path, ("framework", "version", "device", "latency", *needed))
-    return [(i, raw, dataclasses.replace(ORIGIN, version=f"{raw['framework'].lower()} {raw['version']}"))
-            for i, raw in enumerate(rows)]
+    return [(i, raw, dataclasses.replace(ORIGIN, version=f"{text(raw, 'framework', path, i).lower()} "
+                                                         f"{text(raw, 'version', path, i)}")) for i, raw in enumerate(rows)]
 
 
 def read_gemm(path: Path, model: ModelSpec, keep: Callable[[int, int, int], bool]) -> list[Row]:
@@ -62,7 +63,7 @@ def read_gemm(path: Path, model: ModelSpec, keep: Callable[[int, int, int], bool
     for i, raw, origin in _rows(path, ("gemm_dtype", "m", "n", "k")):
         m, n, k = (whole(raw, name, path, i) for name in "mnk")
         if raw["gemm_dtype"] == "bfloat16" and keep(m, n, k):
-            rows.append(make_row(origin, path, i, raw["device"], number(raw, "latency", path, i) * MILLI,
+            rows.append(make_row(origin, path, i, text(raw, "device", path, i), number(raw, "latency", path, i) * MILLI,
                                  gemm_columns(m, n, k, model)))
     return rows
 
@@ -74,14 +75,14 @@ def read_attention(path: Path, model: ModelSpec) -> list[Row]:
     for i, raw, origin in _rows(path, ("op_name", "batch_size", "isl", "step", "num_heads", "num_key_value_heads",
                                                  "head_dim", "attn_dtype", "kv_cache_dtype")):
         if (tuple(whole(raw, name, path, i) for name in ("num_heads", "num_key_value_heads", "head_dim")) != heads
-                or {raw["attn_dtype"], raw["kv_cache_dtype"]} != {"bfloat16"} or raw.get("window_size")):
+                or [raw["attn_dtype"], raw["kv_cache_dtype"]] != ["bfloat16"] * 2 or raw.get("window_size")):
             continue
         batch, new, past = (whole(raw, name, path, i) for name in ("batch_size", "isl", "step"))
         if raw["op_name"] == "context_attention":
             columns = attention_columns("prefill_attention", batch, new, past, heads)
         else:
             columns = attention_columns("decode_attention", batch, 1, past + 1, heads)
-        rows.append(make_row(origin, path, i, raw["device"], number(raw, "latency", path, i) * MILLI,
+        rows.append(make_row(origin, path, i, text(raw, "device", path, i), number(raw, "latency", path, i) * MILLI,
                              {**columns, "model": model.name}))
     return rows
 
@@ -89,7 +90,7 @@ def read_attention(path: Path, model: ModelSpec) -> list[Row]:
 def read_all_reduce(path: Path) -> list[Row]:
     """``custom_allreduce_perf``: under CUDA graphs. ``message_size`` counts elements of two bytes: only so do the times agree
     with Vidur's table, which is in bytes."""
-    return [make_row(origin, path, i, raw["device"], number(raw, "latency", path, i) * MILLI,
-                     all_reduce_columns(whole(raw, "num_gpus", path, i), 2 * whole(raw, "message_size", path, i)))
+    return [make_row(origin, path, i, text(raw, "device", path, i), number(raw, "latency", path, i) * MILLI,
+                     all_reduce_columns(whole(raw, "num_gpus", path, i, 1), 2 * whole(raw, "message_size", path, i)))
             for i, raw, origin in _rows(path, ("num_gpus", "message_size", "backend"))
             if str(raw["backend"]).endswith("_graph")]

@@ -24,8 +24,9 @@ def read_attention(path: Path, gpu: str) -> list[Row]:
     rows = []
     for i, raw in enumerate(read_columns(path, ("n_embd", "n_q_head", "n_kv_head", "batch_size", "prefill_chunk_size",
                                                 "kv_cache_size", "is_prefill", "time_stats.attn_prefill.median"))):
-        batch, chunk, past, hidden, q, kv = (whole(raw, name, path, i) for name in (
-            "batch_size", "prefill_chunk_size", "kv_cache_size", "n_embd", "n_q_head", "n_kv_head"))
+        batch, chunk, past, hidden, kv = (whole(raw, name, path, i) for name in (
+            "batch_size", "prefill_chunk_size", "kv_cache_size", "n_embd", "n_kv_head"))
+        q = whole(raw, "n_q_head", path, i, 1)
         heads, prefill = (q, kv, hidden // q), str(raw["is_prefill"]) == "True"
         columns = (attention_columns("prefill_attention", batch, chunk, past, heads) if prefill
                    else attention_columns("decode_attention", batch, 1, past + 1, heads))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bullet.catalog.models import ModelSpec
-from bullet.errors import ProfileError
+from bullet.errors import ProfileError, short
 from bullet.profiles.check import RTX4090
 from bullet.profiles.importers.reading import (
     Origin,
@@ -15,6 +15,7 @@ from bullet.profiles.importers.reading import (
     number,
     read_columns,
     rowwise_columns,
+    text,
     whole,
 )
 from bullet.profiles.rows import Row
@@ -43,7 +44,8 @@ def read_dense(path: Path, gpu: str, model: ModelSpec) -> list[Row]:
     count = "tokens" if "tokens" in table[0] else "sequences"
     read_columns(path, (count,))
     for i, raw in enumerate(table):
-        name, tokens = OPS.get(raw["layer"], raw["layer"]), whole(raw, count, path, i)
+        layer, tokens = text(raw, "layer", path, i), whole(raw, count, path, i)
+        name = OPS.get(layer, layer)
         if name == "sampler":
             columns = {"op": "sampler", "model": model.name, "tokens": tokens, "flops": 0.0,
                        "bytes": float(model.dtype_bytes) * tokens * model.vocab_size}
@@ -52,10 +54,10 @@ def read_dense(path: Path, gpu: str, model: ModelSpec) -> list[Row]:
         elif name in ("norm", "rope", "act", "embedding"):
             columns = rowwise_columns(name, tokens, model)
         else:
-            raise ProfileError(f"{path}: row {i}: unknown layer {raw['layer']!r}: known are "
+            raise ProfileError(f"{path}: row {i}: unknown layer {short(layer)}: known are "
                                f"{', '.join([*OPS, 'lm_head', 'sampler'])}")
         row = make_row(ORIGIN, path, i, gpu, number(raw, "time_us", path, i) * MICRO, columns)
-        rows.append({**row, "id": f"{row['id']}|{raw['layer']}"})
+        rows.append({**row, "id": f"{row['id']}|{layer}"})
     return rows
 
 

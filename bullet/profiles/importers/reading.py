@@ -5,8 +5,6 @@ Each reader knows its unit and refuses what it cannot read, with the file and th
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bullet.catalog.models import ModelSpec
-from bullet.errors import ProfileError
+from bullet.door import read_csv
+from bullet.errors import ProfileError, printable, short
 from bullet.parquet import read_table
 from bullet.profiles.check import REPEAT, SHAPE, gpu_of, name_of
 from bullet.profiles.rows import Row, check_row
@@ -58,19 +57,17 @@ class Origin:
 def read_columns(path: Path, needed: Iterable[str]) -> list[dict[str, Any]]:
     """Rows of a parquet, csv or csv.gz file that has the ``needed`` columns; :class:`ProfileError` otherwise."""
     rows: list[dict[str, Any]]
+    needed = tuple(needed)
     if path.suffix == ".parquet":
-        rows = read_table(path, "a table")[0].to_pylist()
+        table = read_table(path, "a table")[0]
+        absent = [name for name in needed if name not in table.column_names]
+        if absent:
+            raise ProfileError(f"{path}: no column {absent[0]!r}: it has {short(', '.join(table.column_names), 200)}")
+        rows = table.to_pylist()
     else:
-        try:
-            with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-        except (OSError, UnicodeError) as exc:
-            raise ProfileError(f"{path}: cannot be read ({str(exc).splitlines()[0]})") from None
+        rows = [cells for _, cells in read_csv(path, needed, ProfileError)]
     if not rows:
         raise ProfileError(f"{path}: holds no rows")
-    absent = [name for name in needed if name not in rows[0]]
-    if absent:
-        raise ProfileError(f"{path}: no column {absent[0]!r}: it has {', '.join(list(rows[0])[:12])}")
     return rows
 
 
@@ -78,19 +75,35 @@ def number(raw: Mapping[str, Any], name: str, path: Path, index: int) -> float:
     """A cell as a finite number of 0 or more; ``index``: position of the row, from 0."""
     try:
         value = float(raw[name])
-    except (TypeError, ValueError):
-        raise ProfileError(f"{path}: row {index}: {name} = {raw[name]!r}: must be a number") from None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ProfileError(f"{path}: row {index}: {name} = {short(raw.get(name))}: must be a number") from None
     if not (math.isfinite(value) and value >= 0):
         raise ProfileError(f"{path}: row {index}: {name} = {value}: must be finite and 0 or more")
     return value
 
 
-def whole(raw: Mapping[str, Any], name: str, path: Path, index: int) -> int:
-    """A cell as a whole number."""
+def whole(raw: Mapping[str, Any], name: str, path: Path, index: int, least: int = 0) -> int:
+    """A cell as a whole number of ``least`` or more, of 53 bits, what a double holds."""
     value = number(raw, name, path, index)
-    if value != int(value):
-        raise ProfileError(f"{path}: row {index}: {name} = {value}: must be a whole number")
+    if value != int(value) or not least <= value < 2**53:
+        raise ProfileError(f"{path}: row {index}: {name} = {value}: must be a whole number, {least} or more")
     return int(value)
+
+
+def seconds(raw: Mapping[str, Any], name: str, path: Path, index: int, unit: float) -> float:
+    """A cell as a time, in seconds; ``unit``: of the file's, in seconds."""
+    value = number(raw, name, path, index) * unit
+    if not value > 0:
+        raise ProfileError(f"{path}: row {index}: {name} = {raw[name]}: must be positive, a time")
+    return value
+
+
+def text(raw: Mapping[str, Any], name: str, path: Path, index: int) -> str:
+    """A cell as one line of text."""
+    value = raw[name]
+    if not isinstance(value, str) or printable(value) != value:
+        raise ProfileError(f"{path}: row {index}: {name} = {short(value)}: must be one line of text")
+    return value
 
 
 def make_row(origin: Origin, path: Path, index: int, gpu: str, seconds: float, columns: Mapping[str, Any]) -> Row:

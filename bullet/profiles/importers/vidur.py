@@ -62,7 +62,7 @@ def read_all_reduce(path: Path, gpu: str) -> list[Row]:
     rows = []
     needed = ("time_stats.all_reduce.median", "num_workers", "size", "devices_per_node")
     for i, raw in enumerate(read_columns(path, needed)):
-        gpus = whole(raw, "num_workers", path, i)
+        gpus = whole(raw, "num_workers", path, i, 1)
         if gpus == whole(raw, "devices_per_node", path, i):
             rows.append(make_row(ORIGIN, path, i, gpu, number(raw, needed[0], path, i) * MILLI,
                                  all_reduce_columns(gpus, whole(raw, "size", path, i))))
