@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bullet.errors import ConfigError, require
+from bullet import door
+from bullet.errors import ConfigError, require, short
 from bullet.units import GIB, MILLI
 
 _T = typing.TypeVar("_T")
@@ -133,7 +134,7 @@ class SloConfig:
     def __post_init__(self) -> None:
         for name in ("ttft_s_per_token", "tpot_s", "mean_prompt_tokens", "ttft_s"):
             value = getattr(self, name)
-            require(value is None or (math.isfinite(value) and value > 0), f"slo.{name}", value, "positive")
+            require(value is None or 0 < value <= 1e9, f"slo.{name}", value, "positive, up to 1e9")
         require(self.ttft_s is None or self.ttft_s_per_token is None, "slo.ttft_s (--ttft)", self.ttft_s,
                 "the only TTFT objective: slo.ttft_s_per_token (--ttft-per-token) is given too")
         require(self.by_default in (None, "ttft", "tpot", "ttft tpot"), "slo.by_default", self.by_default,
@@ -227,8 +228,7 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         require(self.estimator in ("srm", "srm-blind", "oracle"), "policy.estimator", self.estimator,
                 "srm, srm-blind or oracle")
-        require(math.isfinite(self.estimator_error) and self.estimator_error > 0, "policy.estimator_error",
-                self.estimator_error, "positive")
+        require(1e-6 <= self.estimator_error <= 1e6, "policy.estimator_error", self.estimator_error, "positive, 1e-6 to 1e6")
         if None in self.options.values():
             object.__setattr__(self, "options", {k: v for k, v in self.options.items() if v is not None})
 
@@ -248,68 +248,35 @@ class RunConfig:
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
 
 
-PLAIN_NAMES: Mapping[Any, str] = types.MappingProxyType({
-    str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "none"})
-"""How messages call the types that a value may have."""
-
 NONE = "none"
 """Stands for ``None`` in TOML, which has no null, where a number is expected."""
 
 
-def from_mapping(cls: type[_T], raw: Mapping[str, Any], where: str, prefix: str = "") -> _T:
-    """Build a frozen config dataclass from nested plain data; unknown keys and wrong types are refused.
+def from_mapping(cls: type[_T], raw: Mapping[str, Any], where: str) -> _T:
+    """A frozen config dataclass of nested plain data; unknown keys and wrong types are refused.
 
-    The message names the file or flag ``where``, and the key after ``prefix``.
+    The message names the file or flag ``where``, and the key.
     """
-    hints = typing.get_type_hints(cls)
-    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    kwargs: dict[str, Any] = {}
-    for key, value in raw.items():
-        path = f"{prefix}{key}"
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key {path!r}: allowed are {', '.join(sorted(known))}")
-        kwargs[key] = _coerce(hints[key], value, where, path)
-    try:
-        return cls(**kwargs)
-    except ConfigError as exc:
-        raise ConfigError(f"{where}: {exc}") from None
+    return door.typed(_plain(raw, cls), cls, where, ConfigError)
 
 
-def _coerce(hint: Any, value: Any, where: str, path: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: {path} = {value!r}: must be a table")
-        return from_mapping(typing.cast("type[Any]", hint), value, where, f"{path}.")
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value == NONE and type(None) in options and str not in options:
-        return None
-    for option in options:
-        if option is type(None) and value is None:
-            return None
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if option is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if option in (str, bool) and isinstance(value, option):
-            return value
-        if typing.get_origin(option) is not None and isinstance(value, Mapping):
-            return dict(value)
-    names = " or ".join(PLAIN_NAMES.get(o, "a table") for o in options)
-    raise ConfigError(f"{where}: {path} = {value!r}: must be {names}")
+def _plain(value: Any, hint: Any) -> Any:
+    """With ``None`` where a text stands for it, and without numpy's numbers, which a notebook may give."""
+    if isinstance(value, Mapping):
+        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        return {key: _plain(inner, hints.get(key)) for key, inner in value.items()}
+    if value == NONE and (options := typing.get_args(hint)):
+        return None if type(None) in options and str not in options else value
+    return value.item() if hasattr(value, "dtype") and hasattr(value, "item") and value.ndim == 0 else value
 
 
 def load_run_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Defaults, then a TOML file, then overrides (dotted keys, as of ``--set a.b=c``), checked once at the end."""
     raw: dict[str, Any] = {}
-    where = "configuration"
+    where = door.FLAGS
     if path is not None:
         where = str(path)
-        try:
-            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as exc:
-            raise ConfigError(f"{path}: cannot be read ({exc.strerror})") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{path}: not valid TOML ({exc})") from None
+        raw = door.read_toml(Path(path), ConfigError, controls=True)
         from_mapping(RunConfig, raw, where)  # blame the file for the file's mistakes, before any override
     for dotted, value in (overrides or {}).items():
         node = raw
@@ -326,7 +293,7 @@ def load_run_config(path: str | Path | None = None, overrides: Mapping[str, Any]
     if isinstance(workload, dict) and workload.get("concurrency") is not None:
         workload.setdefault("arrivals", "closed")
     _displace_slo(raw.get("slo"), [key.removeprefix("slo.") for key, value in (overrides or {}).items() if value is not None])
-    return from_mapping(RunConfig, raw, "configuration" if overrides else where)
+    return from_mapping(RunConfig, raw, door.FLAGS if overrides else where)
 
 
 Config = RunConfig | Mapping[str, Any] | str | Path
@@ -365,14 +332,20 @@ def _displace_slo(slo: Any, given: list[str]) -> None:
 def parse_set(text: str) -> tuple[str, Any]:
     """``a.b=c`` of ``--set``: the value is TOML if it parses as such (numbers, booleans, lists), else a string."""
     key, sep, value = text.partition("=")
-    if not sep or not key or any(not part for part in key.split(".")):
-        raise ConfigError(f"--set {text!r}: must read key.subkey=value")
+    if not sep or not key or any(not part for part in key.split(".")) or key.count(".") > door.MOST_DEPTH // 2:
+        raise ConfigError(f"--set {short(text)}: must read key.subkey=value")
     if value in ("none", "None"):
         return key, None
     try:
-        return key, tomllib.loads(f"v = {value}")["v"]
+        found = tomllib.loads(f"v = {value}")
     except tomllib.TOMLDecodeError:
         return key, value
+    except (ValueError, RecursionError) as exc:  # more digits, or deeper, than Python reads
+        raise ConfigError(f"--set {key} = {short(value)}: cannot be read ({door.reason(exc)})") from None
+    if len(found) > 1:  # lines below the first are text as well
+        return key, value
+    door.sound(found, f"--set {key} = {short(value)}", ConfigError, controls=True)
+    return key, found["v"]
 
 
 def to_toml(config: Any) -> str:

@@ -205,6 +205,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def sound(value: Any, where: str, error: Error, controls: bool = False) -> None:
+    """``error`` for a value that a flag gave and that no file may hold."""
+    try:
+        _check(value, controls)
+    except ValueError as exc:
+        raise error(f"{where}: {reason(exc)}") from None
+
+
 def _check(value: Any, controls: bool = False) -> None:
     """``ValueError`` for what no file of ours may hold."""
     level, depth = [value], 0
@@ -359,7 +367,8 @@ def _told(message: str, value: Any, prefix: str) -> str:
     key = (prefix + place.removeprefix(".")).removesuffix(".")
     absent, expected = _MISSING.fullmatch(what), _EXPECTED.fullmatch(what)
     if absent is not None:
-        return f"{key + '.' if key else ''}{absent.group(1)} is missing"
+        name = absent.group(1)
+        return f"{key}.{name} is missing" if key else f"{name!r} is missing"
     if expected is not None:
         names = [PLAIN_NAMES.get(name, name) for name in expected.group(1).split(" | ")]
         what = f"must be {' or '.join(names)}{expected.group(2) or ''}"

@@ -63,7 +63,7 @@ class NoProgressError(BulletError):
 def require(ok: bool, what: str, value: object, allowed: str) -> None:
     """A value of the user's that must hold: else a :class:`ConfigError` with the value and what is allowed."""
     if not ok:
-        raise ConfigError(f"{what} = {value!r}: must be {allowed}")
+        raise ConfigError(f"{what} = {short(value)}: must be {allowed}")
 
 
 def one_line(what: object, most: int | None = None) -> str:

@@ -83,10 +83,13 @@ def row_groups(path: Path, columns: Sequence[str], error: type[BulletError] = Pr
     import pyarrow.parquet as pq
 
     try:
+        _verify(path, error)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for number in range(file.num_row_groups):
-                yield file.read_row_group(number, columns=list(columns))
-    except (OSError, KeyError, ValueError, pa.ArrowException) as exc:
+                table = file.read_row_group(number, columns=list(columns))
+                table.validate(full=True)
+                yield table
+    except (OSError, KeyError, ValueError, MemoryError, pa.ArrowException) as exc:
         raise error(f"{path}: cannot be read as parquet ({reason(exc)})") from None
 
 

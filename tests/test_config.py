@@ -68,15 +68,16 @@ def test_an_option_that_is_none_is_not_given(tmp_path: Path) -> None:
     assert stored(config, tmp_path) == config
 
 
-VALUES: Any = st.recursive(st.integers() | st.floats(allow_nan=False) | st.booleans() | st.text(),
+VALUES: Any = st.recursive(st.integers(-2**63, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+                           | st.booleans() | st.text(),
                            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3))
-POSITIVE = st.floats(1e-300, 1e300)
+POSITIVE = st.floats(1e-300, 1e9)
 
 
 @given(slo=st.builds(SloConfig, st.none() | POSITIVE, st.none() | POSITIVE, st.just("per_request"), st.none() | POSITIVE),
        work=st.builds(WorkloadConfig, trace=st.text(), arrivals=st.sampled_from(["recorded", "poisson"]), rate_req_per_s=POSITIVE,
                       num_requests=st.none() | st.integers(1, 10**9), arrival_column=st.none() | st.text()),
-       kv_tokens=st.none() | st.integers(1), options=st.dictionaries(st.text(max_size=5), VALUES, max_size=4),
+       kv_tokens=st.none() | st.integers(1, 2**63 - 1), options=st.dictionaries(st.text(max_size=5), VALUES, max_size=4),
        seed=st.integers(0, 2**62))
 def test_any_configuration_reads_back_to_the_same(tmp_path_factory: pytest.TempPathFactory, slo: SloConfig, work: WorkloadConfig,
                                                   kv_tokens: int | None, options: dict[str, Any], seed: int) -> None:

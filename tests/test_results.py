@@ -228,8 +228,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
-    ("summary.json", None, "summary.json: cannot be read"), ("summary.json", "{", "summary.json: is not JSON"),
-    ("summary.json", "[]", "not the summary of a run"), ("steps.parquet", None, "steps.parquet: no such file"),
+    ("summary.json", None, "summary.json: cannot be read"), ("summary.json", "{", "cannot be read as the summary"),
+    ("summary.json", "[]", "must hold one JSON object"), ("steps.parquet", None, "steps.parquet: no such file"),
     ("requests.parquet", "text", "requests.parquet: cannot be read as parquet")])
 def test_what_cannot_be_read_is_named(name: str, content: str | None, words: str, tmp_path: Path) -> None:
     write(tmp_path / "run")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from bullet.errors import ConfigError, require
+from bullet import door
+from bullet.errors import ConfigError, require, short
 from bullet.units import GIB, GIGA, MIB, TERA
 
 PEAK_SLACK = 1.02
@@ -87,61 +86,51 @@ class GpuSpec:
     def from_toml(cls, path: str | Path) -> GpuSpec:
         """A card from a file such as those of :data:`CARDS`; :class:`ConfigError` names the key and what is allowed."""
         path = Path(path)
+        return door.typed(door.read_toml(path, ConfigError, "a TOML card"), _Card, path, ConfigError).spec(path)
+
+
+@dataclass
+class _Card:
+    """A file's keys, in the units of data sheets; a card without a link of its own speaks to others over PCIe."""
+
+    name: str
+    num_sms: int
+    peak_bf16_tflops: float
+    mem_gb_per_s: float
+    mem_gib: float
+    compute_capability: tuple[int, int]
+    source: str
+    peak_fp8_tflops: float = 0.0
+    peak_int8_tops: float = 0.0
+    l2_mib: float = 0.0
+    link: str = ""
+    link_gb_per_s: float | None = None
+    host_link_gb_per_s: float = 32.0
+    gpus_per_node: int = 8
+    bandwidth_knee_sms: int | None = None
+    like: str = ""
+    aliases: tuple[str, ...] = ()
+
+    def spec(self, path: Path) -> GpuSpec:
+        """The card; :class:`ConfigError` names the key that is out of range."""
+        for key, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < 1e9:
+                raise ConfigError(f"{path}: {key} = {value!r}: must be 0 or more, below 1e9")
+            if isinstance(value, str) and (not value.isprintable() or len(value) > 1000):
+                raise ConfigError(f"{path}: {key} = {short(value)}: must be one line of text")
+        if not all(0 <= part < 100 for part in self.compute_capability):
+            raise ConfigError(f"{path}: compute_capability = {self.compute_capability}: must be two whole numbers, as [9, 0]")
+        if self.like and self.like not in FITTED:
+            raise ConfigError(f"{path}: like = {short(self.like)}: must be one of {', '.join(FITTED)}, which were measured")
+        link = self.host_link_gb_per_s if self.link_gb_per_s is None else self.link_gb_per_s
         try:
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as exc:
-            raise ConfigError(f"{path}: cannot be read as a TOML card ({exc})") from None
-        return _card(path, raw)
-
-
-_KEYS: Mapping[str, tuple[str, float | None]] = {
-    # key of the file: field, factor (None: taken as it stands)
-    "name": ("name", None), "source": ("source", None), "link": ("link", None), "like": ("like", None), "num_sms": ("num_sms", 1),
-    "peak_bf16_tflops": ("peak_flops", TERA), "peak_fp8_tflops": ("peak_fp8_flops", TERA), "peak_int8_tops": ("peak_int8_flops",
-                                                                                                              TERA),
-    "mem_gb_per_s": ("mem_bytes_per_s", GIGA), "mem_gib": ("mem_bytes", GIB), "l2_mib": ("l2_bytes", MIB),
-    "link_gb_per_s": ("link_bytes_per_s", GIGA), "host_link_gb_per_s": ("host_link_bytes_per_s", GIGA),
-    "gpus_per_node": ("gpus_per_node", 1), "bandwidth_knee_sms": ("bandwidth_knee_sms", 1), "aliases": ("aliases", None),
-    "compute_capability": ("compute_capability", None)}
-_WHOLE = {"num_sms", "gpus_per_node", "bandwidth_knee_sms"}
-_NEEDED = ("name", "num_sms", "peak_bf16_tflops", "mem_gb_per_s", "mem_gib", "compute_capability", "source")
-
-
-def _card(path: Path, raw: Mapping[str, Any]) -> GpuSpec:
-    values: dict[str, Any] = {"l2_bytes": 0, "bandwidth_knee_sms": None, "link_bytes_per_s": raw.get("host_link_gb_per_s",
-                                                                                                     32) * GIGA
-                              if isinstance(raw.get("host_link_gb_per_s", 32), int | float) else 0}
-    for key, value in raw.items():
-        if key not in _KEYS:
-            raise ConfigError(f"{path}: unknown key {key!r}: allowed are {', '.join(_KEYS)}")
-        name, factor = _KEYS[key]
-        if factor is not None:
-            kind, allowed = (int, "a whole number") if key in _WHOLE else (int | float, "a number")
-            if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < 1e9:
-                raise ConfigError(f"{path}: {key} = {value!r}: must be {allowed}, 0 or more")
-            values[name] = value if key in _WHOLE else round(value * factor) if name.endswith("_bytes") else value * factor
-        elif key == "compute_capability":
-            if not (isinstance(value, list) and len(value) == 2 and all(type(v) is int and 0 <= v < 100 for v in value)):
-                raise ConfigError(f"{path}: compute_capability = {value!r}: must be two whole numbers, as [9, 0]")
-            values[name] = tuple(value)
-        elif key == "aliases":
-            if not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
-                raise ConfigError(f"{path}: aliases = {value!r}: must be a list of names")
-            values[name] = tuple(value)
-        elif not isinstance(value, str) or not value.isprintable() or len(value) > 1000:
-            raise ConfigError(f"{path}: {key} = {value!r}: must be one line of text")
-        else:
-            values[name] = value
-    missing = [key for key in _NEEDED if key not in raw]
-    if missing:
-        raise ConfigError(f"{path}: {missing[0]!r} is missing: a card needs {', '.join(_NEEDED)}")
-    if values.get("like") and values["like"] not in FITTED:
-        raise ConfigError(f"{path}: like = {values['like']!r}: must be one of {', '.join(FITTED)}, the cards that were measured")
-    values.setdefault("link_bytes_per_s", values.get("host_link_bytes_per_s", 32 * GIGA))  # no link of its own: PCIe
-    try:
-        return GpuSpec(**values)
-    except ConfigError as exc:
-        raise ConfigError(f"{path}: {exc}") from None
+            return GpuSpec(
+                self.name, self.num_sms, self.peak_bf16_tflops * TERA, self.mem_gb_per_s * GIGA, round(self.mem_gib * GIB),
+                round(self.l2_mib * MIB), self.compute_capability, link * GIGA, self.bandwidth_knee_sms, self.source,
+                self.peak_fp8_tflops * TERA, self.peak_int8_tops * TERA, self.link, self.gpus_per_node,
+                self.host_link_gb_per_s * GIGA, self.like, self.aliases)
+        except ConfigError as exc:
+            raise ConfigError(f"{path}: {exc}") from None
 
 
 FITTED = ("a100-80gb", "h100", "rtx4090")

@@ -8,14 +8,14 @@ routers stay in 16 bits, the LM head too unless the file says otherwise. Any oth
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bullet.errors import ConfigError
+from bullet import door
+from bullet.errors import ConfigError, short
 
 ACTIVATIONS: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 2, "float": 2}
 """Bytes of an activation by the checkpoint's ``torch_dtype``. Engines serve float32 in 16 bits (vLLM's ``--dtype auto``)."""
@@ -43,7 +43,7 @@ def read_widths(path: Path, raw: Mapping[str, Any], layers: int) -> Widths:
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in ACTIVATIONS:
         raise ConfigError(
-            f"{path}: torch_dtype = {dtype!r}: must be one of bfloat16, float16, float32 (a quantised checkpoint says so "
+            f"{path}: torch_dtype = {short(dtype)}: must be one of bfloat16, float16, float32 (a quantised checkpoint says so "
             "in quantization_config)"
         )
     notes = ("float32 checkpoint, served in 16 bits",) if dtype.startswith("float32") or dtype == "float" else ()
@@ -52,8 +52,8 @@ def read_widths(path: Path, raw: Mapping[str, Any], layers: int) -> Widths:
     if found is None:
         for name in BESIDE:
             beside = path.with_name(name)
-            if beside.is_file():
-                where, found = str(beside), _object(beside)
+            if door.is_file(beside, ConfigError):
+                where, found = str(beside), door.read_object(beside, ConfigError)
                 found = {
                     "quant_method": {
                         "hf_quant_config.json": "modelopt",
@@ -66,26 +66,16 @@ def read_widths(path: Path, raw: Mapping[str, Any], layers: int) -> Widths:
     if found is None:
         return Widths(notes=notes)
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{where} = {found!r}: must be an object")
+        raise ConfigError(f"{where} = {short(found)}: must be an object")
     method = str(found.get("quant_method", "")).lower()
     read = METHODS.get(method)
     if read is None:
-        raise ConfigError(f"{where}: quant_method = {method!r}: not modelled; known are {', '.join(METHODS)}")
+        raise ConfigError(f"{where}: quant_method = {short(method)}: not modelled; known are {', '.join(METHODS)}")
     bits, compute, skipped, kv_bytes = read(where, found)
     attention, mlp = (_share(skipped, layers, names) for names in (ATTENTION, MLP))
     head = bits if found.get("lm_head") is True else 16.0
     return Widths(attention * 16 + (1 - attention) * bits, mlp * 16 + (1 - mlp) * bits, head, compute, kv_bytes,
                   (*notes, f"{method} weights of {bits:.4g} bits"))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{path}: cannot be read as JSON ({exc})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must hold one JSON object, found {type(found).__name__}")
-    return found
 
 
 def _number(where: str, found: Mapping[str, Any], *names: str, default: int | None = None, least: int = 1) -> int:
@@ -94,7 +84,7 @@ def _number(where: str, found: Mapping[str, Any], *names: str, default: int | No
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or (value < least and value != -1):
-            raise ConfigError(f"{where}: {name} = {value!r}: must be a whole number, {least} or more")
+            raise ConfigError(f"{where}: {name} = {short(value)}: must be a whole number, {least} or more")
         return value
     if default is None:
         raise ConfigError(f"{where}: {names[0]!r} is missing")
@@ -132,7 +122,7 @@ def _fp8(where: str, found: Mapping[str, Any]) -> _Read:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)
     ):
-        raise ConfigError(f"{where}: weight_block_size = {block!r}: must be two whole numbers")
+        raise ConfigError(f"{where}: weight_block_size = {short(block)}: must be two whole numbers")
     return 8.0 + (32 / (block[0] * block[1]) if block else 0.0), "fp8", _names(where, found), 0
 
 
@@ -143,14 +133,14 @@ def _mxfp4(where: str, found: Mapping[str, Any]) -> _Read:
 def _modelopt(where: str, found: Mapping[str, Any]) -> _Read:
     inner = found.get("quantization", found)
     if not isinstance(inner, Mapping):
-        raise ConfigError(f"{where}: quantization = {inner!r}: must be an object")
+        raise ConfigError(f"{where}: quantization = {short(inner)}: must be an object")
     algorithm = str(inner.get("quant_algo", "")).upper()
     known = {"FP8": (8.0, "fp8"), "NVFP4": (NVFP4_BITS, "16"), "W4A16_AWQ": (4 + 16 / 128, "16"), "INT8_SQ": (8.0, "int8")}
     if algorithm not in known:
-        raise ConfigError(f"{where}: quant_algo = {algorithm!r}: not modelled; known are {', '.join(known)}")
+        raise ConfigError(f"{where}: quant_algo = {short(algorithm)}: not modelled; known are {', '.join(known)}")
     kv = str(inner.get("kv_cache_quant_algo") or "").upper()
     if kv not in ("", "NONE", "FP8"):
-        raise ConfigError(f"{where}: kv_cache_quant_algo = {kv!r}: must be FP8 or absent")
+        raise ConfigError(f"{where}: kv_cache_quant_algo = {short(kv)}: must be FP8 or absent")
     return *known[algorithm], _names(where, inner), 1 if kv == "FP8" else 0
 
 
@@ -169,7 +159,7 @@ def _compressed(where: str, found: Mapping[str, Any]) -> _Read:
     bits = _number(where, weights, "num_bits")
     kind = str(weights.get("type", "int"))
     if (kind, bits) not in {("int", 4), ("int", 8), ("float", 8), ("float", 4)}:
-        raise ConfigError(f"{where}: weights of {bits} bits, type {kind!r}: must be int of 4 or 8, or float of 8 or 4")
+        raise ConfigError(f"{where}: weights of {bits} bits, type {short(kind)}: must be int of 4 or 8, or float of 8 or 4")
     activations = group.get("input_activations")
     size = _number(where, weights, "group_size", default=-1)
     wide = NVFP4_BITS if (kind, bits) == ("float", 4) else _grouped(bits, size, weights.get("symmetric") is False)
@@ -196,7 +186,7 @@ def _names(where: str, found: Mapping[str, Any]) -> list[str]:
         if value is None:
             continue
         if not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
-            raise ConfigError(f"{where}: {key} = {value!r}: must be a list of names")
+            raise ConfigError(f"{where}: {key} = {short(value)}: must be a list of names")
         return value
     return []
 

@@ -6,12 +6,12 @@ vLLM 0.19's ``ModelConfig`` does it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bullet import door
 from bullet.catalog.architectures import (
     ALIASES,
     ARCHITECTURES,
@@ -26,7 +26,7 @@ from bullet.catalog.architectures import (
 )
 from bullet.catalog.quantization import Widths, read_widths
 from bullet.catalog.spec import ModelSpec
-from bullet.errors import ConfigError
+from bullet.errors import ConfigError, printable, short
 
 
 def read_config(path: str | Path) -> ModelSpec:
@@ -48,13 +48,7 @@ def read_config(path: str | Path) -> ModelSpec:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The file's one JSON object."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{path}: cannot be read as a JSON model config ({exc})") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must hold one JSON object, found {type(raw).__name__}")
-    return raw
+    return door.read_object(path, ConfigError, "a JSON model config")
 
 
 def _given(raw: Raw) -> dict[str, Any]:
@@ -67,7 +61,7 @@ def _given(raw: Raw) -> dict[str, Any]:
 
 
 def _name(path: Path, raw: Raw) -> str:
-    return str(raw.get("_name_or_path") or path.parent.name or path.stem)
+    return printable(raw.get("_name_or_path") or path.parent.name or path.stem)
 
 
 def _entry(path: Path, raw: Raw, outer: Raw) -> tuple[str, Entry]:
@@ -128,7 +122,7 @@ class _Reader:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise self.fail(f"{name} = {value!r}: must be a whole number, 0 or more")
+                raise self.fail(f"{name} = {short(value)}: must be a whole number, 0 or more")
             return value
         if default is None:
             raise self.fail(f"{names[0]!r} is missing")
@@ -141,7 +135,7 @@ class _Reader:
         self.used.add(key)
         value = self.raw.get(key, default)
         if not isinstance(value, bool):
-            raise self.fail(f"{key} = {value!r}: must be true or false")
+            raise self.fail(f"{key} = {short(value)}: must be true or false")
         return value
 
     def flag(self, said: bool | str) -> bool:
@@ -212,7 +206,7 @@ class _Reader:
             if key in self.used or value is None or value is False or HARMLESS.match(key) or any(k.match(key) for k in known):
                 continue
             raise self.fail(
-                f"{key} = {_short(value)}: not known of model_type {self.model_type!r}, and may change its size or its work: "
+                f"{key} = {short(value)}: not known of model_type {self.model_type!r}, and may change its size or its work: "
                 "take the key out if it does not"
             )
 
@@ -235,7 +229,7 @@ class _Reader:
             if kind == "grouped_query_attention":
                 return int(attention["kv_n_heads"])
             if kind != "multihead_attention":
-                raise self.fail(f"attn_config.attn_type = {kind!r}: not modelled")
+                raise self.fail(f"attn_config.attn_type = {short(kind)}: not modelled")
             return heads
         if self.model_type == "minimax_m2":
             kinds = self.raw.get("attn_type_list") or [1]
@@ -272,7 +266,7 @@ class _Reader:
                 raise self.fail("layer_types: has sliding_attention, but sliding_window is missing")
             return 0, 0
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise self.fail(f"sliding_window = {window!r}: must be a positive whole number")
+            raise self.fail(f"sliding_window = {short(window)}: must be a positive whole number")
         if window >= self._context():  # it spans whatever the model can hold
             return 0, 0
         if kinds is not None:
@@ -294,7 +288,7 @@ class _Reader:
         if isinstance(every, str) and every and set(every) <= {"L", "G"}:  # EXAONE's: L local, G global, repeated
             return window, sum(every[i % len(every)] == "L" for i in range(layers))
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise self.fail(f"sliding_window_pattern = {every!r}: must be a positive whole number")
+            raise self.fail(f"sliding_window_pattern = {short(every)}: must be a positive whole number")
         return window, layers - layers // every
 
     # ---- MLP -------------------------------------------------------------------------------------
@@ -346,7 +340,7 @@ class _Reader:
         every = self.integer("moe_layer_freq", "decoder_sparse_step", default=1) or 1
         only = self.raw.get("mlp_only_layers") or []
         if not (isinstance(only, Sequence) and all(isinstance(i, int) for i in only)):
-            raise self.fail(f"mlp_only_layers = {only!r}: must be a list of layers")
+            raise self.fail(f"mlp_only_layers = {short(only)}: must be a list of layers")
         step = "decoder_sparse_step" in self.entry.keys
         sparse = [i for i in range(layers) if i not in only and i >= first and ((i + 1) % every == 0 if step else i % every == 0)]
         return layers - len(sparse)
@@ -365,7 +359,7 @@ class _Reader:
         if scaling is None:
             return limit
         if not isinstance(scaling, Mapping):
-            raise self.fail(f"rope_scaling = {_short(scaling)}: must be an object")
+            raise self.fail(f"rope_scaling = {short(scaling)}: must be an object")
         if "full_attention" in scaling:  # one for each kind of layer
             scaling = scaling["full_attention"]
         kind = str(scaling.get("rope_type", scaling.get("type", "default")))
@@ -373,17 +367,14 @@ class _Reader:
             return limit
         factor = scaling.get("factor", 1.0)
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 1e6:
-            raise self.fail(f"rope_scaling.factor = {factor!r}: must be a number, 1 or more")
+            raise self.fail(f"rope_scaling.factor = {short(factor)}: must be a number, 1 or more")
         if kind == "yarn":
             original = scaling.get("original_max_position_embeddings", limit)
             if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-                raise self.fail(f"rope_scaling.original_max_position_embeddings = {original!r}: must be a positive whole number")
+                raise self.fail(f"rope_scaling.original_max_position_embeddings = {short(original)}: must be a positive whole "
+                                "number")
             limit = original
         elif kind not in ("linear", "dynamic", "ntk"):
-            raise self.fail(f"rope_scaling.rope_type = {kind!r}: not known; known are linear, dynamic, yarn, llama3, longrope")
+            raise self.fail(f"rope_scaling.rope_type = {short(kind)}: not known; known are linear, dynamic, yarn, llama3, "
+                            "longrope")
         return int(limit * factor)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bullet import door
 from bullet.catalog.gpus import GpuSpec
 from bullet.devices import PROFILES
-from bullet.errors import ProfileError
+from bullet.errors import ProfileError, short
 
 ANALYTIC_FROM = "a100-80gb"
 """Whose coefficients stand in a fit for what its table does not have; labelled assumed."""
@@ -91,74 +91,58 @@ class DeviceCoefficients:
     @classmethod
     def from_json(cls, path: Path) -> DeviceCoefficients:
         """Read ``fit.json``; :class:`ProfileError` names the file and the key at fault."""
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as exc:
-            raise ProfileError(f"{path}: cannot be read as a fit ({exc})") from None
-        if not isinstance(raw, dict):
-            raise ProfileError(f"{path}: must hold one JSON object, found {type(raw).__name__}")
-        names = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(set(raw) - set(names))
-        if unknown:
-            raise ProfileError(f"{path}: unknown {', '.join(unknown)}: allowed are {', '.join(sorted(names))}")
-        missing = [n for n, f in names.items() if n not in raw and f.default is dataclasses.MISSING
-                   and f.default_factory is dataclasses.MISSING]
-        if missing:
-            raise ProfileError(f"{path}: {', '.join(missing)} missing")
-        tiles, rowwise = raw["gemm_tiles"], raw["rowwise_bandwidth"]
-        if not (isinstance(tiles, list) and tiles and all(_is_tile(tile) for tile in tiles)):
-            raise ProfileError(f"{path}: gemm_tiles = {_short(tiles)}: must be a list of [rows, columns, efficiency]: whole "
-                               f"numbers of 1 to {LARGEST_TILE}, and {LEAST_SHARE} to 1")
-        if not (isinstance(rowwise, dict) and set(rowwise) == set(ROWWISE)
-                and all(_within(x, LEAST_SHARE, 1) for x in rowwise.values())):
-            raise ProfileError(f"{path}: rowwise_bandwidth = {_short(rowwise)}: must give {', '.join(ROWWISE)}, each "
-                               f"{LEAST_SHARE} to 1")
-        if not isinstance(raw["source"], str):
-            raise ProfileError(f"{path}: source = {_short(raw['source'])}: must be text")
-        _check_notes(raw.get("notes", {}), f"{path}: notes")
-        for name in sorted(set(raw) - {"source", "gemm_tiles", "rowwise_bandwidth", "notes"}):
-            least, most, what = next(LIMITS[end] for end in LIMITS if name == end or (end in ("_s", "") and name.endswith(end)))
-            if not _within(raw[name], least, most):
-                hint = "; are these seconds?" if what == "seconds" else ""
-                raise ProfileError(f"{path}: {name} = {_short(raw[name])}: must be {least:g} to {most:g} ({what}){hint}")
-        raw["gemm_tiles"] = tuple((r, c, float(e)) for r, c, e in tiles)
-        return cls(**raw)
+        fit = door.typed(door.read_object(path, ProfileError, "a fit"), cls, path, ProfileError)
+        door.typed(fit.notes, _Notes, path, ProfileError, "notes.", others=True)
+
+        def need(fits: bool, name: str, value: object, allowed: str) -> None:
+            if not fits:
+                raise ProfileError(f"{path}: {name} = {short(value)}: must be {allowed}")
+
+        need(bool(fit.gemm_tiles) and all(1 <= rows <= LARGEST_TILE and 1 <= columns <= LARGEST_TILE and LEAST_SHARE <= share <= 1
+                                          for rows, columns, share in fit.gemm_tiles),
+             "gemm_tiles", list(fit.gemm_tiles), "a list of [rows, columns, efficiency]: whole numbers of 1 to "
+             f"{LARGEST_TILE}, and {LEAST_SHARE} to 1")
+        need(set(fit.rowwise_bandwidth) == set(ROWWISE) and all(LEAST_SHARE <= x <= 1 for x in fit.rowwise_bandwidth.values()),
+             "rowwise_bandwidth", fit.rowwise_bandwidth, f"a table of {', '.join(ROWWISE)}, each {LEAST_SHARE} to 1")
+        for name, value in vars(fit).items():
+            if isinstance(value, float):
+                least, most, what = next(LIMITS[end] for end in LIMITS
+                                         if name == end or (end in ("_s", "") and name.endswith(end)))
+                need(least <= value <= most, name, value, f"{least:g} to {most:g} ({what})"
+                     f"{'; are these seconds?' if what == 'seconds' else ''}")
+        return fit
 
 
-def _within(value: object, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+@dataclass
+class _Error:
+    rows: float
+    median: float
+    p90: float
+    worst: float
+
+    def __post_init__(self) -> None:
+        if min(vars(self).values()) < 0:
+            raise ProfileError(f"notes.errors: {vars(self)}: must be 0 or more")
 
 
-def _is_tile(tile: object) -> bool:
-    return (isinstance(tile, list) and len(tile) == 3 and _within(tile[2], LEAST_SHARE, 1)
-            and all(isinstance(x, int) and _within(x, 1, LARGEST_TILE) for x in tile[:2]))
+@dataclass
+class _Waves:
+    on: bool = False
+    evidence: Any = None
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _check_notes(notes: object, where: str) -> None:
+@dataclass
+class _Notes:
     """What is read of a fit's notes: all else is free."""
-    if not isinstance(notes, dict):
-        raise ProfileError(f"{where} = {_short(notes)}: must be an object")
-    assumed, fitted_on, errors = notes.get("assumed", []), notes.get("fitted_on", {}), notes.get("errors", {})
-    if not (isinstance(assumed, list) and all(isinstance(text, str) for text in assumed)):
-        raise ProfileError(f"{where}: assumed = {_short(assumed)}: must be a list of texts")
-    if not (isinstance(fitted_on, dict) and all(isinstance(text, str) for text in fitted_on.values())):
-        raise ProfileError(f"{where}: fitted_on = {_short(fitted_on)}: must be an object of texts")
-    if not isinstance(errors, dict):
-        raise ProfileError(f"{where}: errors = {_short(errors)}: must be an object")
-    for name, error in errors.items():
-        needed = ("rows", "median", "p90", "worst")
-        if not (isinstance(error, dict) and all(_within(error.get(key), 0, math.inf) for key in needed)):
-            raise ProfileError(f"{where}: errors: {name} = {_short(error)}: must give {', '.join(needed)}: numbers of 0 or more")
-    for name in ("gpu", "model", "origin", "digest"):
-        if not isinstance(notes.get(name, ""), str):
-            raise ProfileError(f"{where}: {name} = {_short(notes[name])}: must be text")
-    if "waves" in notes and not (isinstance(notes["waves"], dict) and {"on", "evidence"} <= set(notes["waves"])):
-        raise ProfileError(f"{where}: waves = {_short(notes['waves'])}: must give on and evidence")
+
+    assumed: list[str] = field(default_factory=list)
+    fitted_on: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, _Error] = field(default_factory=dict)
+    waves: _Waves = field(default_factory=_Waves)
+    gpu: str = ""
+    model: str = ""
+    origin: str = ""
+    digest: str = ""
 
 
 def analytic_coefficients(gpu: GpuSpec) -> DeviceCoefficients:

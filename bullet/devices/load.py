@@ -11,13 +11,14 @@ from pathlib import Path
 from bullet.catalog.gpus import GpuSpec, get_gpu
 from bullet.catalog.models import ModelSpec, get_model, model_label
 from bullet.config import KV_BLOCK_TOKENS, DeviceConfig
-from bullet.devices import PROFILES
+from bullet.devices import PROFILES, profile_folder
 from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.measured import MeasuredDevice, StepProfile
-from bullet.devices.table import TABLE, TableDevice, check_tables, read_tables, table_path
+from bullet.devices.table import FILE, TABLE, TableDevice, check_tables, read_tables
 from bullet.devices.table_samples import read_samples
+from bullet.door import is_file
 from bullet.errors import ConfigError
 
 
@@ -79,9 +80,9 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
         return _load_tables(config, model, gpu)
     folder = Path(config.timing)
     fitted, steps = folder / "fit.json", folder / "steps.json"
-    if steps.is_file() and not fitted.is_file():
+    if is_file(steps, ConfigError) and not is_file(fitted, ConfigError):
         return _load_steps(steps, config, model, gpu)
-    if not fitted.is_file():
+    if not is_file(fitted, ConfigError):
         raise ConfigError(f"device.timing (--device-model) = {str(folder)!r}: must be fit, table, or a folder that holds "
                           "fit.json (steps.json of a CPU): bullet-profile fit SWEEP --out FOLDER makes one")
     return _fitted(_own_fit(fitted, model, gpu), config, model, gpu, cache)
@@ -106,8 +107,8 @@ def load_fitted(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
     """The shipped fit of (gpu, model), whatever ``config.timing``; else another model's on that GPU, or the data sheet's:
     labelled what it is."""
     model, gpu = get_model(config.model), get_gpu(config.gpu)
-    path = PROFILES / gpu.name / model.name / "fit.json"
-    others = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"))
+    path = profile_folder(gpu, model) / "fit.json"
+    others = sorted(path.parents[1].glob("*/fit.json"))
     if path.is_file():
         coefficients = DeviceCoefficients.from_json(path)
     elif others:
@@ -126,7 +127,7 @@ def _fitted(coefficients: DeviceCoefficients, config: DeviceConfig, model: Model
 
 def _load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> TableDevice:
     """An engine's own tables where the profile has them (``engine_tables.parquet``), else its samples of single kernels."""
-    path = table_path(gpu.name, model.name)
+    path = profile_folder(gpu, model) / FILE
     samples, fit = (path.with_name(name) for name in ("samples.parquet", "fit.json"))
     if not path.is_file() and not (samples.is_file() and fit.is_file()):
         have = sorted(f"{p.parent.parent.name} with {p.parent.name}" for p in PROFILES.glob("*/*/samples.parquet"))

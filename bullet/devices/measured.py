@@ -19,10 +19,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from bullet import door
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.base import Device
@@ -76,66 +77,37 @@ class StepProfile:
     @classmethod
     def from_json(cls, path: Path) -> StepProfile:
         """:class:`ProfileError` names the file."""
-        try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as exc:
-            raise ProfileError(f"{path}: cannot be read as step times ({type(exc).__name__}: {exc}): measure them again "
-                               "with bullet-run steps") from None
+        raw = door.read_object(path, ProfileError, "step times")
+        raw.pop("source", None)
+        return door.typed(raw, cls, path, ProfileError)
 
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> StepProfile:
-        def tuples(value: Any) -> Any:
-            return tuple(tuples(v) for v in value) if isinstance(value, list) else value
-
-        if not isinstance(raw, dict):
-            raise ValueError("must be an object")
-        profile = cls(**{name: tuples(value) for name, value in raw.items() if name != "source"})
-        profile._check()
-        return profile
-
-    def _check(self) -> None:
-        """``ValueError`` with what is not so: a file may have been written by hand."""
-        def require(fits: bool, what: str) -> None:
+    def __post_init__(self) -> None:
+        """Sizes ascend and times are times: a file may have been written by hand."""
+        def need(fits: bool, what: str) -> None:
             if not fits:
-                raise ValueError(what)
+                raise ProfileError(f"cannot be step times: {what}: measure them again with bullet-run steps")
 
-        for name in ("hardware", "partition", "model"):
-            require(isinstance(getattr(self, name), str), f"{name}: must be text")
-        require(isinstance(self.turns, bool), "turns: must be true or false")
-        require(_whole(self.num_sms) and self.num_sms > 0, "num_sms: must be a whole number, 1 or more")
+        def rise(sizes: Sequence[int]) -> bool:
+            return all(0 < n <= 10**9 for n in sizes) and list(sizes) == sorted(set(sizes))
+
+        def times(values: Sequence[float], count: int) -> bool:
+            return len(values) == count and all(0 < value < math.inf for value in values)
+
+        need(self.num_sms > 0, "num_sms: must be a whole number, 1 or more")
         for name in ("prefill_tokens", "batches", "contexts"):
             sizes = getattr(self, name)
-            require(isinstance(sizes, tuple) and len(sizes) > 1 and all(_whole(n) and n > 0 for n in sizes)
-                    and list(sizes) == sorted(set(sizes)), f"{name}: must be two or more whole numbers, ascending")
-        require(_positive(self.prefill_s, len(self.prefill_tokens)),
-                "prefill_s: must be a positive time for each of prefill_tokens")
-        require(isinstance(self.decode_s, tuple) and len(self.decode_s) == len(self.batches)
-                and all(_positive(row, len(self.contexts)) for row in self.decode_s),
-                "decode_s: must be a positive time for each of batches and contexts")
+            need(len(sizes) > 1 and rise(sizes), f"{name}: must be two or more whole numbers, ascending")
+        need(times(self.prefill_s, len(self.prefill_tokens)), "prefill_s: must be a positive time for each of prefill_tokens")
+        need(len(self.decode_s) == len(self.batches) and all(times(row, len(self.contexts)) for row in self.decode_s),
+             "decode_s: must be a positive time for each of batches and contexts")
         for name in ("launch_s", "head_s", "pair_s"):
-            require(_number(getattr(self, name)) and getattr(self, name) >= 0, f"{name}: must be a number, 0 or more")
+            need(0 <= getattr(self, name) < math.inf, f"{name}: must be a number, 0 or more")
         for name in ("prefill_sms", "decode_sms"):
             curve = getattr(self, name)
-            require(isinstance(curve, tuple) and len(curve) > 0 and all(
-                isinstance(row, tuple) and len(row) == 2 and _whole(row[0]) and _positive(row[1:], 1) for row in curve)
-                and [row[0] for row in curve] == sorted({row[0] for row in curve} | {self.num_sms})
-                and 0 < curve[0][0] <= curve[-1][0] == self.num_sms,
-                f"{name}: must be (SMs, positive factor), ascending, the last of num_sms")
-        require(isinstance(self.corun, tuple) and all(
-            isinstance(row, tuple) and len(row) == 4 and _whole(row[0]) and _whole(row[1]) and _positive(row[2:], 2)
-            for row in self.corun), "corun: must be (prefill's SMs, decode's SMs, two positive slow-downs)")
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _positive(values: Any, count: int) -> bool:
-    return isinstance(values, tuple) and len(values) == count and all(_number(v) and v > 0 for v in values)
+            need(len(curve) > 0 and rise([n for n, _ in curve]) and times([x for _, x in curve], len(curve))
+                 and curve[-1][0] == self.num_sms, f"{name}: must be (SMs, positive factor), ascending, the last of num_sms")
+        need(all(min(row) > 0 and max(row) < math.inf for row in self.corun),
+             "corun: must be (prefill's SMs, decode's SMs, two positive slow-downs)")
 
 
 def along(x: float, nodes: Sequence[float], values: Sequence[float]) -> float:

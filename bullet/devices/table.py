@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from bullet.catalog.gpus import BYTES_SLACK, FLOOR_S, PEAK_SLACK, UNIT_FACTOR, GpuSpec
 from bullet.catalog.models import ModelSpec
-from bullet.devices import PROFILES
 from bullet.devices.base import Device
 from bullet.errors import ConfigError, ProfileError
 from bullet.parquet import read_table
@@ -241,11 +240,6 @@ def _filled(tables: KernelTables) -> NDArray[np.float64]:
 
 
 # ------------------------------------------------------------------------------------------- files
-
-
-def table_path(gpu: str, model: str) -> Path:
-    """Where a profile keeps its tables."""
-    return PROFILES / gpu / model / FILE
 
 
 def read_tables(path: Path) -> KernelTables:

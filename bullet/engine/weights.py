@@ -6,7 +6,6 @@ architecture, and separate projections are fused as :class:`bullet.engine.model.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bullet import door
 from bullet.engine.model import Architecture, LayerWeights, Weights
 from bullet.errors import EngineError, one_line
 from bullet.units import GIB
@@ -124,12 +124,9 @@ def _files_by_tensor(folder: Path) -> dict[str, Path] | None:
         if pickles:
             raise EngineError(f"{folder}: holds {pickles[0]}, which is a pickle and is never loaded: convert it to safetensors")
         raise EngineError(f"{folder}: holds neither {SINGLE} nor {INDEX}: download the model again")
-    try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): str(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise EngineError(f"{index}: cannot be read as an index with a weight_map "
-                          f"({type(exc).__name__}: {one_line(exc, 160)}): download it again") from None
+    files = door.read_object(index, EngineError, "an index with a weight_map").get("weight_map")
+    if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
+        raise EngineError(f"{index}: cannot be read as an index with a weight_map (it has no table of files): download it again")
     for file in sorted(set(files.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise EngineError(f"{index}: shard {file!r}: must be the name of a .safetensors file in the same folder")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-from bullet.errors import ConfigError
+from bullet.errors import ConfigError, short
 from bullet.policies import custom
 from bullet.policies.base import Policy, PolicyContext
 from bullet.policies.custom import is_custom
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from bullet.devices.base import Device
     from bullet.state import SplitTable
 
-__all__ = ["POLICIES", "Policy", "PolicyContext", "build_policy", "check_name", "describe", "is_custom", "make_policy",
-           "needs_estimator"]
+__all__ = ["POLICIES", "Policy", "PolicyContext", "build_policy", "check_name", "check_trusted", "describe", "is_custom",
+           "make_policy", "needs_estimator"]
 
 
 class Entry(NamedTuple):
@@ -62,6 +63,14 @@ def _find(name: str) -> tuple[Entry, list[int]]:
             return entry, [int(digits) for digits in match.groups()]
     raise ConfigError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)} (N, P: whole numbers), or give "
                       "path/to/file.py:Class")
+
+
+def check_trusted(name: str, named: Collection[str], where: str, flag: str) -> None:
+    """Refuse a user's file that only data name: a record, a stored run or a configuration runs no code until whoever calls the
+    command says the same name. ``named``: what the command line says; ``where`` the data are, ``flag``: how to say it."""
+    if is_custom(name) and name not in named:
+        raise ConfigError(f"{where}: policy {short(name, 200)} is a file of code, which is not run because data name it: say "
+                          f"{flag} {short(name, 200)} as well if you trust it")
 
 
 def describe() -> list[tuple[str, str]]:

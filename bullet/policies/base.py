@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
-from bullet.config import PLAIN_NAMES
-from bullet.errors import ConfigError, UnknownOptionError
+from bullet.door import PLAIN_NAMES
+from bullet.errors import ConfigError, UnknownOptionError, short
 from bullet.estimators.base import Estimator
 from bullet.state import Chunk, Decision, Published, SplitTable, Step, SystemState
 
@@ -57,7 +57,8 @@ def read_options(owner: str, options: Mapping[str, Any], defaults: Mapping[str, 
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if default is not None and type(value) is not type(default):
-            raise ConfigError(f"policy.options.{name} = {value!r}: {owner} takes {PLAIN_NAMES[type(default)]}")
+            raise ConfigError(f"policy.options.{name} = {short(value)}: {owner} takes "
+                              f"{PLAIN_NAMES[type(default).__name__]}")
         values[name] = value
     return values
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bullet.catalog.models import ModelSpec, model_label
-from bullet.devices import PROFILES
+from bullet.devices import PROFILES, profile_folder
 from bullet.devices.coefficients import ANALYTIC_FROM, DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.measured import StepProfile
@@ -131,7 +131,7 @@ def _sm_axis(out: Fit, table: Sequence[Row], rows: Sequence[Row], sm_data: Path 
              borrowed: DeviceCoefficients) -> dict[str, float]:
     """Rate and bandwidth against SMs: the table's own, else published sweeps, else what the shipped fit holds, else A100's."""
     gpu, model, alone = out.gpu, out.model, coefficients_of(out, FLAT)
-    shipped = PROFILES / gpu.name / model.name / "fit.json"
+    shipped = profile_folder(gpu, model) / "fit.json"
     own, swept_on = sweeps_of(with_shapes(rows, model)), DeviceModel(model, gpu, alone)
     if any(own.values()) and not own["decode_attention"]:
         own, swept_on, said = torchs_on_sms(table, own, out, FLAT)

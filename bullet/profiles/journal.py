@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bullet import door
 from bullet.errors import ProfileError, ResultsError
 from bullet.profiles.rows import SCHEMA, SCHEMA_VERSION, Row, check_row
 
@@ -87,16 +88,13 @@ class Journal:
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[Row], int]:
     """Header, rows, and the bytes that hold whole lines (a last line cut short is left out)."""
-    try:
-        raw = path.read_bytes()
-    except OSError as exc:
-        raise ProfileError(f"{path}: cannot be read ({exc.strerror})") from None
+    raw = b"".join(door.pieces(path, ProfileError))
     whole = raw[:raw.rfind(b"\n") + 1]
     records = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = door.json_value(line.decode(), "", ProfileError)
+        except (ProfileError, UnicodeDecodeError):
             record = None
         if not isinstance(record, dict):
             raise ProfileError(f"{path}: line {number} is not a JSON object: move the file away or choose another --out")

@@ -10,7 +10,7 @@ from typing import Any
 
 from bullet.catalog.gpus import GPUS
 from bullet.config import DeviceConfig
-from bullet.devices import PROFILES
+from bullet.devices import profile_folder
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import load_fitted
@@ -34,7 +34,7 @@ UNITS = {"gemm_bandwidth": "memory", "decode_attention_bandwidth": "memory", "ro
 def shipped_lines(gpu: str, model: str) -> list[str]:
     """A GPU's device for a model as one page of text, and the folder that holds it."""
     device = load_fitted(DeviceConfig(gpu=gpu, model=model))
-    lines, folder = profile_lines(device), PROFILES / device.gpu.name / device.model.name
+    lines, folder = profile_lines(device), profile_folder(device.gpu, device.model)
     if folder.is_dir():
         lines += ["", f"{folder}: fit.json holds these numbers, SOURCE.md their sources, samples.parquet the rows"]
     return lines

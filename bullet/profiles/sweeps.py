@@ -16,7 +16,9 @@ import numpy as np
 from bullet.catalog.models import ModelSpec, get_model, model_label
 from bullet.devices import PROFILES
 from bullet.devices.fitted import DeviceModel
+from bullet.door import exists, is_file, is_folder
 from bullet.errors import ProfileError
+from bullet.files import safe_name
 from bullet.profiles import kernels
 from bullet.profiles.check import gpu_of
 from bullet.profiles.forms import FitError
@@ -45,15 +47,15 @@ class Chosen:
 
 def read_rows(path: Path) -> list[Row]:
     """Of a sweep's folder (its journal, which is never behind its table), or of a table."""
-    if not path.is_dir():
+    if not is_folder(path, ProfileError):
         return read_parquet(path)[0]
     journal, table = path / "samples.jsonl", path / "samples.parquet"
-    if journal.is_file():
+    if is_file(journal, ProfileError):
         rows = finalise(read_journal(journal)[1])
         if not rows:
             raise ProfileError(f"{journal}: holds no row yet: run the sweep again, the same command resumes")
         return rows
-    if table.is_file():
+    if is_file(table, ProfileError):
         return read_parquet(table)[0]
     raise ProfileError(f"{path}: holds neither samples.jsonl nor samples.parquet: is it the folder of bullet-profile sweep?")
 
@@ -61,8 +63,8 @@ def read_rows(path: Path) -> list[Row]:
 def named_table(samples: Path | None = None, gpu: str | None = None, model: str | None = None) -> tuple[Path, list[Row]]:
     """A sweep's folder or a table, else the shipped one of a GPU (A100) and model; :class:`ProfileError` if it is of another
     GPU than ``gpu``, holds no rows, or is not there."""
-    path = samples or PROFILES / (gpu or DEFAULT_GPU) / (model or DEFAULT_MODEL) / "samples.parquet"
-    if not path.exists():
+    path = samples or PROFILES / safe_name(gpu or DEFAULT_GPU) / safe_name(model or DEFAULT_MODEL) / "samples.parquet"
+    if not exists(path, ProfileError):
         raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
     rows = read_rows(path)
     if not rows:

@@ -9,7 +9,6 @@ does, from the first moment, that of a run that is killed outright. docs/results
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet import parquet, signals
+from bullet import door, parquet, signals
 from bullet.config import RunConfig, load_run_config, to_toml
 from bullet.errors import ResultsError
 from bullet.files import LOCK, Claim, cannot_write, write_json, write_text
@@ -309,7 +308,7 @@ def read_table(path: Path, cls: type[Table]) -> Any:
     """Read a results file back; :class:`ResultsError` names it."""
     import pyarrow as pa
 
-    if not path.is_file():
+    if not door.is_file(path, ResultsError):
         raise ResultsError(f"{path}: no such file")
     table, _ = parquet.read_table(path, error=ResultsError)
     missing = [name for name in cls.columns if name not in table.column_names]
@@ -361,13 +360,8 @@ class StoredRun(NamedTuple):
 def load_run(folder: Path) -> StoredRun:
     """Read a results folder; of a killed run, what is in its part files. :class:`ResultsError` names what is amiss."""
     path = folder / "summary.json"
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ResultsError(f"{path}: cannot be read ({exc.strerror}): is {folder} the folder of one run?") from None
-    except ValueError as exc:
-        raise ResultsError(f"{path}: is not JSON ({exc})") from None
-    if not isinstance(summary, dict) or "complete" not in summary:
+    summary = door.read_object(path, ResultsError, "the summary of a run")
+    if not isinstance(summary.get("complete"), bool):
         raise ResultsError(f"{path}: is not the summary of a run: it has no \"complete\"")
     steps, requests = (_stored(folder, cls) for cls in (StepTable, RequestTable))
     return StoredRun(load_run_config(folder / "config.toml"), summary, steps, requests)
@@ -375,6 +369,6 @@ def load_run(folder: Path) -> StoredRun:
 
 def _stored(folder: Path, cls: type[Table]) -> Any:
     whole, parts = folder / f"{_stem(cls)}.parquet", folder / "parts"
-    if whole.exists() or not parts.is_dir():
+    if door.exists(whole, ResultsError) or not door.is_folder(parts, ResultsError):
         return read_table(whole, cls)
     return cls.concatenate([read_table(path, cls) for path in sorted(parts.glob(f"{_stem(cls)}-*.parquet"))])

@@ -13,14 +13,19 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from bullet.config import RunConfig, from_mapping
-from bullet.errors import ResultsError
+from bullet import door
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.spec import ModelSpec
+from bullet.config import RunConfig
+from bullet.devices.measured import StepProfile
+from bullet.errors import BulletError, ResultsError, one_line
 from bullet.policies.base import Policy
 from bullet.runtime.driver import finish_lane, publish
 from bullet.state import (
@@ -119,48 +124,47 @@ class RecordWriter:
                 raise self._refused(error) from None
 
 
-def read_record(path: Path) -> tuple[dict[str, Any], Iterator[list[Any]]]:
-    """Header and events; a last line cut short is left out. :class:`ResultsError` names the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ResultsError(f"{path}: cannot be read as a record ({exc})") from None
+@dataclass
+class Header:
+    """The first line: what the run was, and all that its policy could know beforehand. Seconds and tokens by request."""
 
-    def parsed() -> Iterator[Any]:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError:
-                raise ResultsError(f"{path}: line {number} is not JSON: record the run again") from None
+    config: dict[str, Any]
+    num_sms: int
+    decode_sms: list[int]
+    kv_blocks: int
+    num_layers: int
+    arrival_s: list[float]
+    prompt_tokens: list[int]
+    ttft_slo_s: list[float]
+    gpu: GpuSpec | None = None
+    model: ModelSpec | None = None
+    steps: StepProfile | None = None
 
-    events = parsed()
-    header = next(events, None)
-    if not isinstance(header, dict) or header.get("schema") != SCHEMA or header.get("version") != VERSION:
+
+def read_record(path: Path) -> tuple[Header, RunConfig, Iterator[Any]]:
+    """Header, configuration and events; a last line cut short is left out. :class:`ResultsError` names the line."""
+    values = (value for _, value in door.json_lines(path, ResultsError, ": record the run again"))
+    raw = next(values, None)
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA or raw.get("version") != VERSION:
         raise ResultsError(f"{path}: not a {SCHEMA} of version {VERSION}: record the run again")
-    return header, events
+    header = door.typed(raw, Header, path, ResultsError, others=True)
+    if not len(header.arrival_s) == len(header.prompt_tokens) == len(header.ttft_slo_s):
+        raise ResultsError(f"{path}: arrival_s, prompt_tokens and ttft_slo_s must be as long as each other")
+    if header.num_layers < 1 or min(header.prompt_tokens, default=1) < 1:
+        raise ResultsError(f"{path}: num_layers and prompt_tokens must be 1 or more")
+    return header, door.typed(header.config, RunConfig, path, ResultsError, "config."), values
 
 
-def config_of(header: Mapping[str, Any]) -> RunConfig:
-    """The recorded configuration."""
-    return from_mapping(RunConfig, header["config"], "record")
-
-
-def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTable], Policy]) -> tuple[int, list[str]]:
+def replay(path: Path, make_policy: Callable[[Header, RunConfig, SplitTable], Policy]) -> tuple[int, list[str]]:
     """Run the events again. Returns how many decisions there were, and those that differ, one line each (first 20).
 
     The recorded answer, not the fresh one, is carried out: one difference does not bring on the others.
     """
-    header, events = read_record(path)
-    try:
-        config = config_of(header)
-        splits = SplitTable(header["num_sms"], np.array(header["decode_sms"], dtype=np.int64))
-        n = splits.num_sms
-        state = SystemState(splits, KvCache(header["kv_blocks"]), header["num_layers"], Partition(n, n))
-        policy = make_policy(header, config, splits)
-    except (AssertionError, LookupError, TypeError, ValueError) as exc:
-        raise ResultsError(f"{path}: its first line is no header ({type(exc).__name__}: {exc}): record the run again") from None
+    header, config, events = read_record(path)
+    splits = SplitTable(header.num_sms, np.array(header.decode_sms, dtype=np.int64))
+    n = splits.num_sms
+    state = SystemState(splits, KvCache(header.kv_blocks), header.num_layers, Partition(n, n))
+    policy = make_policy(header, config, splits)
     answers: dict[str, Any] = {}
     flights: dict[str, Step] = {}
     ended: Step | None = None
@@ -169,7 +173,7 @@ def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTa
         for kind, *what in events:
             if kind == "arrive":
                 i, _ = what
-                state.arrive(Request(i, header["arrival_s"][i], header["prompt_tokens"][i], header["ttft_slo_s"][i]))
+                state.arrive(Request(i, header.arrival_s[i], header.prompt_tokens[i], header.ttft_slo_s[i]))
             elif kind == "next_step":
                 lane, now, seen, recorded = what
                 decisions += 1
@@ -198,8 +202,11 @@ def replay(path: Path, make_policy: Callable[[dict[str, Any], RunConfig, SplitTa
                 policy.observe(ended, what[1])
             else:
                 raise ValueError(f"unknown event {kind!r}")
-    except (AssertionError, KeyError, LookupError, TypeError, ValueError) as exc:
-        raise ResultsError(f"{path}: the events cannot be replayed ({type(exc).__name__}: {exc}): record the run again") from None
+    except BulletError:
+        raise
+    except Exception as exc:  # events in an order, or of a kind, that no run has: anything may come of them
+        raise ResultsError(f"{path}: the events cannot be replayed ({type(exc).__name__}: {one_line(exc, 200)}): record the run "
+                           "again") from exc
     return decisions, differences
 
 

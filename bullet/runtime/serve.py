@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bullet import policies
-from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.gpus import GpuSpec, get_gpu
 from bullet.catalog.models import ModelSpec, get_model, model_label
 from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo, to_toml
-from bullet.devices import PROFILES
+from bullet.devices import profile_folder
 from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
@@ -85,7 +85,8 @@ def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None
     """What the estimator takes its samples from: measured step times, else the built-in profile of that GPU."""
     if profile is not None:
         return MeasuredDevice(profile.shown(gpu), model, gpu)
-    fits = sorted(PROFILES.glob(f"{gpu.name}/*/fit.json"), key=lambda path: (path.parent.name != model.name, path))
+    own = profile_folder(gpu, model)
+    fits = sorted(own.parent.glob("*/fit.json"), key=lambda path: (path.parent != own, path))
     return DeviceModel(model, gpu, DeviceCoefficients.from_json(fits[0]) if fits else analytic_coefficients(gpu))
 
 
@@ -239,14 +240,21 @@ def step_lines(profile: StepProfile) -> list[str]:
               for batch, seconds in zip(profile.batches, profile.decode_s, strict=True))]
 
 
-def policy_of_record(header: Mapping[str, Any], config: RunConfig, splits: SplitTable) -> Policy:
+def policy_of_record(header: records.Header, config: RunConfig, splits: SplitTable) -> Policy:
     """A fresh policy with the estimator that the recorded one began with; the model's file need not be at hand."""
-    raw, model = header["gpu"], ModelSpec(**header["model"])
-    gpu = GpuSpec(**{**raw, "compute_capability": tuple(raw["compute_capability"])})
-    profile = None if header["steps"] is None else StepProfile.from_dict(header["steps"])
-    return policies.build_policy(config, model, gpu, splits, estimator_device(model, gpu, profile))
+    gpu, model = header.gpu or get_gpu(config.device.gpu), header.model or get_model(config.device.model)
+    return policies.build_policy(config, model, gpu, splits, estimator_device(model, gpu, header.steps))
 
 
-def recheck(path: Path) -> tuple[int, list[str]]:
-    """Would a fresh policy decide as the record says? How many decisions there were, and those that differ (first 20)."""
-    return records.replay(path, policy_of_record)
+def recheck(path: Path, named: str | None = None) -> tuple[int, list[str]]:
+    """Would a fresh policy decide as the record says? How many decisions there were, and those that differ (first 20).
+
+    ``named``: the policy's file if it is a user's own, which a record does not run by itself.
+    """
+    def fresh(header: records.Header, config: RunConfig, splits: SplitTable) -> Policy:
+        policies.check_trusted(config.policy.name, [] if named is None else [named], str(path), "--policy")
+        if named not in (None, config.policy.name):
+            raise ConfigError(f"--policy {named}: {path} is of {config.policy.name}")
+        return policy_of_record(header, config, splits)
+
+    return records.replay(path, fresh)

@@ -12,7 +12,6 @@ model's config.json too, so that it can run later and elsewhere (``--from``), wh
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +21,14 @@ import numpy as np
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import MODELS, ModelSpec, get_model
+from bullet.catalog.reader import read_object
 from bullet.config import RunConfig, load_run_config, resolve_slo
 from bullet.devices.base import Device
 from bullet.devices.load import load_device
 from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.files import Claim, safe_name, write_json, write_text
-from bullet.policies import build_policy, check_name
+from bullet.policies import build_policy, check_name, check_trusted
 from bullet.profiler import plan, session
 from bullet.results import metrics
 from bullet.results.columns import StepTable
@@ -140,7 +140,7 @@ MODEL_FILE = "model.json"
 
 def keep_model(source: Path, folder: Path) -> None:
     """The model's config.json, its name with it (else the folder's): a validation can be made again where that file is not."""
-    config = json.loads(source.read_text(encoding="utf-8"))
+    config = read_object(source)
     write_json(folder / MODEL_FILE, {**config, "_name_or_path": get_model(str(source)).name})
 
 
@@ -247,17 +247,18 @@ def device_of(config: RunConfig, steps: StepProfile, given: Path | None) -> Devi
     return MeasuredDevice(steps, get_model(config.device.model), gpu)
 
 
-def conclude(folder: Path, given: Path | None = None) -> list[str]:
+def conclude(folder: Path, given: Path | None = None, named: Sequence[str] = ()) -> list[str]:
     """Simulate the runs that :func:`measure` left in ``folder``, on the folder of a fit if one is ``given``. Returns the table's
-    lines, which are also kept, as validation.txt and validation.json."""
-    result = compare(folder, given)
+    lines, which are also kept, as validation.txt and validation.json. ``named``: files of a user's own policies that may be run.
+    """
+    result = compare(folder, given, named)
     lines = table(result)
     write_json(folder / "validation.json", result)
     write_text(folder / "validation.txt", "\n".join(lines) + "\n")
     return lines
 
 
-def compare(folder: Path, given: Path | None = None) -> dict[str, Any]:
+def compare(folder: Path, given: Path | None = None, named: Sequence[str] = ()) -> dict[str, Any]:
     """Simulate every real run of the folder on its profile; figures of both sides, and of steps by lane and SMs."""
     from bullet.sim.run import simulate
 
@@ -271,6 +272,7 @@ def compare(folder: Path, given: Path | None = None) -> dict[str, Any]:
         if not stored.summary["complete"]:
             left_out.append(stored.config.policy.name)
             continue
+        check_trusted(stored.config.policy.name, named, str(path), "--policies")
         offered, seed = stored.summary["offered"], stored.summary["seed"]
         config = here(load_run_config(path), folder)
         workload: Workload = load_workload(config.workload, config.seed)
