@@ -138,8 +138,11 @@ def simulate(config: Config, *, out: str | Path | None = None, report: bool = Tr
     table, when the files are written and nothing is drawn yet. A :class:`~bullet.errors.BulletError` says in one
     line what is wrong, before anything is written.
     """
+    asked = configuration(config)
+    if isinstance(config, str | Path):
+        known_policies.check_trusted(asked.policy.name, [], str(config), "{'policy.name': ...} in place of the file, with")
     read: list[str] = []
-    (whole,), workload, device = prepare([configuration(config)], read.append)
+    (whole,), workload, device = prepare([asked], read.append)
     run = _simulate(whole, workload, device, None if out is None else Path(out), watch)
     say("\n".join([*read, table([run], width)]))
     if run.folder is not None and report:

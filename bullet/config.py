@@ -263,7 +263,7 @@ def from_mapping(cls: type[_T], raw: Mapping[str, Any], where: str) -> _T:
 def _plain(value: Any, hint: Any) -> Any:
     """With ``None`` where a text stands for it, and without numpy's numbers, which a notebook may give."""
     if isinstance(value, Mapping):
-        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        hints = door.type_hints(hint)
         return {key: _plain(inner, hints.get(key)) for key, inner in value.items()}
     if value == NONE and (options := typing.get_args(hint)):
         return None if type(None) in options and str not in options else value

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import gzip
 import json
 import math
@@ -19,7 +20,7 @@ import tomllib
 import types
 import typing
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -273,12 +274,12 @@ def read_csv(path: Path, needed: Iterable[str], error: Error, *, comment: str = 
                 continue
             if header is None:
                 header = cells
-                doubled = next((name for name in header if header.count(name) > 1), None)
-                if doubled is not None:
-                    raise error(f"{path}:{at}: column {short(doubled)} is there twice")
                 absent = [name for name in needed if name not in header]
                 if absent:
                     raise error(f"{path}: no column {absent[0]!r}: it has {short(', '.join(header), 200)}")
+                doubled = next((name for name in header if header.count(name) > 1), None)
+                if doubled is not None:
+                    raise error(f"{path}:{at}: column {short(doubled)} is there twice")
                 continue
             if len(cells) != len(header):
                 raise error(f"{path}:{at}: {len(cells)} cells where the header has {len(header)}")
@@ -331,15 +332,23 @@ def typed(value: Any, kind: type[_T], where: str | Path, error: Error, prefix: s
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
         raise error(f"{where}: {_told(str(exc), value, prefix)}") from None
+    except UnicodeEncodeError as exc:
+        raise error(f"{where}: {short(exc.object)}: is not UTF-8, as a file's name may be: rename it") from None
     except BulletError as exc:  # of a __post_init__
         raise error(f"{where}: {exc}") from None
+
+
+@functools.cache
+def type_hints(kind: Hashable) -> Mapping[str, Any]:
+    """A dataclass's fields with their types; a class that is not one has none."""
+    return typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
 
 
 def _unknown(value: Any, kind: Any, prefix: str) -> str | None:
     """What msgspec ignores in a dataclass: keys that it does not have."""
     if not (dataclasses.is_dataclass(kind) and isinstance(value, dict)):
         return None
-    hints = typing.get_type_hints(kind)
+    hints = type_hints(typing.cast(Hashable, kind))
     for key, inner in value.items():
         if key not in hints:
             return f"unknown key {short(f'{prefix}{key}')}: allowed are {', '.join(sorted(hints))}"
@@ -378,7 +387,7 @@ def _told(message: str, value: Any, prefix: str) -> str:
 def _built(value: Any, kind: Any) -> Any:
     """Plain data of our own as a ``kind``."""
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        hints = typing.get_type_hints(kind)
+        hints = type_hints(typing.cast(Hashable, kind))
         return typing.cast("type[Any]", kind)(**{name: _built(inner, hints[name]) for name, inner in value.items()})
     if typing.get_origin(kind) is tuple and isinstance(value, list):
         inner_kinds = typing.get_args(kind)

@@ -6,6 +6,10 @@ invariant of ours is an ``AssertionError`` with the values in it.
 """
 
 
+MOST_MESSAGE = 2500
+"""Characters of a message: a line on which all that may stand is listed has some 1,200."""
+
+
 def printable(what: object) -> str:
     """A text of somebody else's as one to print: what a terminal would obey, and what cannot be encoded, is escaped."""
     text = str(what)
@@ -17,7 +21,9 @@ class BulletError(Exception):
     """Base of every error that a user can cause and repair. Its message is safe to print whatever it quotes."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(message))
+        text = printable(message)
+        # Whatever it quotes: a name of a megabyte tells no more than its ends.
+        super().__init__(text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE - 500]} .. {text[-496:]}")
 
 
 class ConfigError(BulletError):

@@ -131,20 +131,22 @@ def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None
     not ignored."""
     from bullet.config import load_run_config, parse_set
     from bullet.errors import ConfigError
+    from bullet.policies import check_trusted
 
-    overrides: dict[str, Any] = dict(base or {})
+    said: dict[str, Any] = {}
     for flag, key in FLAGS.items():
         value = getattr(args, flag, None)
         if value is not None:
-            overrides[key] = value
-    if overrides.get("workload.concurrency") is not None:
-        overrides.setdefault("workload.arrivals", "closed")
-    for text in args.sets:
-        key, value = parse_set(text)
-        overrides[key] = value
-    if args.command == "compare" and "policy.name" in overrides:
+            said[key] = value
+    if {**(base or {}), **said}.get("workload.concurrency") is not None:
+        said.setdefault("workload.arrivals", "closed")
+    said |= dict(parse_set(text) for text in args.sets)
+    if args.command == "compare" and "policy.name" in said:
         raise ConfigError("--set policy.name: compare takes its policies from --policies A,B,..")
-    config = load_run_config(args.config, overrides)
+    config = load_run_config(args.config, {**(base or {}), **said})
+    if args.command in ("run", "replay", "sweep", "goodput"):  # others take theirs from --policies, or none
+        where = args.config or getattr(args, "file", None)
+        check_trusted(config.policy.name, [str(said.get("policy.name"))], str(where), "--policy")
     arrivals = config.workload.arrivals
     for value, name, needed, hint in (
             (args.rate, "--rate", arrivals not in ("recorded", "closed"),

@@ -86,9 +86,12 @@ def build_parser() -> argparse.ArgumentParser:
     steps.set_defaults(handler=_steps)
     recheck = commands.add_parser("recheck", help="does a fresh policy decide as recorded?", **style)
     recheck.add_argument("record", type=Path)
+    recheck.add_argument("--policy", metavar="FILE.py:Class", help="the record's own policy, if it is a file: not run unless "
+                         "you say so")
     recheck.set_defaults(handler=_recheck)
     validate = commands.add_parser("validate", parents=[device], help="simulated against measured, on this machine", **style)
-    validate.add_argument("--policies", metavar="A,B,..", default=None, help="default: bullet and one of each other family")
+    validate.add_argument("--policies", metavar="A,B,..", default=None, help="default: bullet and one of each other family; "
+                          "with --from, files of policies that may be run again")
     validate.add_argument("--num-requests", type=whole, default=None, metavar="N", help="default 100 on a CPU, 60")
     validate.add_argument("--rate", type=number, default=None, metavar="REQ/S", help="default: half of what the steps allow")
     validate.add_argument("--budget-s", type=number, default=None, metavar="S", help="be done within S seconds: "
@@ -163,7 +166,7 @@ def _steps(args: argparse.Namespace) -> int:
 def _recheck(args: argparse.Namespace) -> int:
     from bullet.runtime.serve import recheck
 
-    decisions, differences = recheck(args.record)
+    decisions, differences = recheck(args.record, args.policy)
     for line in differences:
         say(line[:400])
     say(f"{args.record}: {decisions} decisions, " + ("a fresh policy decides the same" if not differences else
@@ -177,6 +180,7 @@ def _validate(args: argparse.Namespace) -> int:
     from bullet.validation import closed_loop
 
     folder: Path | None = args.source
+    names = None if args.policies is None else [n.strip() for n in args.policies.split(",") if n.strip()]
     if folder is None:
         if args.profile is not None:
             raise ConfigError("--profile: goes with --from DIR: what simulates the runs of a validation that was measured")
@@ -184,13 +188,12 @@ def _validate(args: argparse.Namespace) -> int:
         config = run_config(args)
         folder = fresh_folder(args.out, f"validate-{args.device}")
         args.kept = folder
-        names = None if args.policies is None else [n.strip() for n in args.policies.split(",") if n.strip()]
         closed_loop.measure(config, engine_of(args), folder, policies=names, rate=args.rate, num_requests=args.num_requests,
                             budget_s=args.budget_s, watch=watched(args))
     if find_spec("simpy") is None:
         say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
         return 0
-    lines = closed_loop.conclude(folder, args.profile)
+    lines = closed_loop.conclude(folder, args.profile, names or [])
     known = "sweep/, profile/" if (folder / "profile").is_dir() else "steps.json"
     say("\n".join(["", *lines, "", f"written to {folder}/: validation.txt, validation.json, {known}, real/, sim/"]))
     return 0

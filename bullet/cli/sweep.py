@@ -66,6 +66,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _axes(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Any], list[dict[str, Any]]]:
     from bullet.errors import ConfigError
+    from bullet.policies import check_trusted
     from bullet.sweeps.axes import read_file
     from bullet.sweeps.sweep import POLICY, RATE, SEED
 
@@ -76,6 +77,10 @@ def _axes(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Any], list[dic
         if args.config is not None:
             raise ConfigError(f"--config {args.config}: {args.file} is the configuration already")
         base, axes, zipped = read_file(args.file)
+        named = args.policies.split(",") if args.policies else []
+        for names in (part.get(POLICY, []) for part in (axes, *zipped)):
+            for name in names if isinstance(names, list) else [names]:
+                check_trusted(str(name), named, str(args.file), "--policies")
     for text in args.axis:
         axes |= dict([_axis(text, "--axis")])
     zipped += [dict(_axis(text, "--zip") for text in group) for group in args.zipped]

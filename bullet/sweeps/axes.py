@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bullet.config import RunConfig, dotted, from_mapping, load_run_config
+from bullet.door import read_toml
 from bullet.errors import ConfigError
 
 Axes = Mapping[str, Any]
@@ -103,12 +103,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str
 
     Keys of axes may be dotted in quotes (``"policy.name" = [..]``) or without (``policy.name = [..]``).
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read ({exc.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: not valid TOML ({exc})") from None
+    raw = read_toml(path, ConfigError, controls=True)
     axes, zipped = raw.pop("axes", {}), raw.pop("zip", [])
     if not isinstance(axes, dict) or not isinstance(zipped, list) or not all(isinstance(group, dict) for group in zipped):
         raise ConfigError(f"{path}: axes must be a table, [axes], and zip tables, [[zip]]")

@@ -66,8 +66,8 @@ def shipped() -> list[Point]:
 
 def read_points(path: Path) -> list[Point]:
     """The points of one file; :class:`ProfileError` names the line and what is wrong with it."""
-    sources = dict(line[1:].strip().split(": ", 1) for _, line in door.lines(path, ProfileError)
-                   if line.startswith("#") and ": " in line)
+    named = (line[1:].strip().partition(": ") for _, line in door.lines(path, ProfileError) if line.startswith("#"))
+    sources = {name: text for name, colon, text in named if colon}
     found: dict[str, Point] = {}
     figures: dict[str, dict[str, float]] = {}
     for number, row in door.read_csv(path, COLUMNS, ProfileError, comment="#"):
@@ -75,18 +75,18 @@ def read_points(path: Path) -> list[Point]:
         kind, metric = row["kind"], row["metric"]
         if kind not in NEEDS or metric not in METRICS[kind]:
             allowed = "; ".join(f"{k}: {', '.join(m)}" for k, m in METRICS.items())
-            raise ProfileError(f"{where}: kind {kind!r} with metric {metric!r}: allowed are {allowed}")
+            raise ProfileError(f"{where}: kind {short(kind)} with metric {short(metric)}: allowed are {allowed}")
         if row["source"] not in sources:
-            raise ProfileError(f"{where}: source {row['source']!r} has no '# {row['source']}: ..' line above")
+            raise ProfileError(f"{where}: source {short(row['source'])} has no '# {row['source'][:60]}: ..' line above")
         rate, *counts = (_number(where, name, row[name], name in NEEDS[kind]) for name in COLUMNS[4:9])
         requests, batch, prompt, output = map(int, counts)
         point = Point(row["point"], kind, row["engine"], row["gpu"], sources[row["source"]], {}, rate, requests, batch, prompt,
                       output)
         if found.setdefault(point.name, point) != point:
-            raise ProfileError(f"{where}: point {point.name!r} differs from an earlier row of it in more than the metric")
+            raise ProfileError(f"{where}: point {short(point.name)} differs from an earlier row of it in more than the metric")
         measured = figures.setdefault(point.name, {})
         if metric in measured:
-            raise ProfileError(f"{where}: {metric} of {point.name!r} is there twice")
+            raise ProfileError(f"{where}: {metric} of {short(point.name)} is there twice")
         measured[metric] = _number(where, "measured_s", row["measured_s"], True)
     return [dataclasses.replace(point, measured=figures[name]) for name, point in found.items()]
 

@@ -86,21 +86,21 @@ def test_bad_records_are_refused_and_a_cut_off_line_is_left_out(tmp_path):
     path.write_text(text + '["next_st')
     assert record.replay(path, fresh)[0] == run.decisions
     path.write_text(text + "nonsense\n")
-    with pytest.raises(ResultsError, match="is not JSON: record"):
+    with pytest.raises(ResultsError, match=r"line .* is not JSON .*: record"):
         record.replay(path, fresh)
     path.write_text('{"schema": "other"}\n')
     with pytest.raises(ResultsError, match="not a bullet-record"):
         record.replay(path, fresh)
-    with pytest.raises(ResultsError, match="cannot be read"):
+    with pytest.raises(ResultsError, match=r"cannot be read .No such file"):
         record.replay(tmp_path / "none.jsonl", fresh)
     header, *events = text.splitlines()
-    for changed, words in (({"decode_sms": "abc"}, "its first line is no header .ValueError"),
-                           ({"arrival_s": []}, "cannot be replayed .IndexError")):
+    for changed, words in (({"decode_sms": "abc"}, "decode_sms = 'abc': must be a list"),
+                           ({"arrival_s": []}, "must be as long as each other")):
         path.write_text("\n".join([json.dumps(json.loads(header) | changed), *events]) + "\n")
         with pytest.raises(ResultsError, match=words):
             record.replay(path, fresh)
     path.write_text("\n".join([json.dumps({k: v for k, v in json.loads(header).items() if k != "kv_blocks"}), *events]) + "\n")
-    with pytest.raises(ResultsError, match=r"its first line is no header .KeyError: 'kv_blocks'"):
+    with pytest.raises(ResultsError, match="'kv_blocks' is missing"):
         record.replay(path, fresh)
     path.write_text("\n".join([header, '["surprise", 1]', *events]) + "\n")
     with pytest.raises(ResultsError, match="unknown event 'surprise'"):
