@@ -138,7 +138,7 @@ def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None
         value = getattr(args, flag, None)
         if value is not None:
             said[key] = value
-    if {**(base or {}), **said}.get("workload.concurrency") is not None:
+    if {**(base or {}), **said}.get("workload.concurrency") is not None and "workload.arrivals" not in (base or {}):
         said.setdefault("workload.arrivals", "closed")
     said |= dict(parse_set(text) for text in args.sets)
     if args.command == "compare" and "policy.name" in said:

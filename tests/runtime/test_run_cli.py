@@ -66,7 +66,7 @@ def test_what_is_wrong_is_said_in_one_line(trace, tmp_path, capsys):
         assert f"{' '.join(flag)} has no effect: naive predicts nothing" in one_line(capsys)
     (tmp_path / "steps.json").write_text("{}")
     assert run("replay", "--device", "cpu", "--trace", trace, "--arrivals", "recorded", "--steps", tmp_path / "steps.json") == 2
-    assert "cannot be read as step times" in one_line(capsys)
+    assert "steps.json: 'hardware' is missing" in one_line(capsys)
     blind = ("replay", "--device", "cpu", "--trace", trace, "--arrivals", "recorded", "--policy", "vllm-256")
     for flag, value in (("--estimator", "oracle"), ("--steps", tmp_path / "steps.json")):
         assert run(*blind, flag, value) == 2
@@ -75,7 +75,7 @@ def test_what_is_wrong_is_said_in_one_line(trace, tmp_path, capsys):
         assert run(*blind, "--record", record, "--out", tmp_path / "runs") == 2
         assert why in one_line(capsys)
     assert run("recheck", tmp_path / "none.jsonl") == 2
-    assert "cannot be read as a record" in one_line(capsys)
+    assert "none.jsonl: cannot be read (No such file" in one_line(capsys)
     assert not (tmp_path / "runs").exists()
 
 

@@ -85,7 +85,7 @@ def test_a_file_holds_a_configuration_and_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [("[workload]\nrat = 1\n", "unknown key 'workload.rat'"), ("axes = 3\n", "be a table"),
-                                            ("a = = 1\n", "not valid TOML")])
+                                            ("a = = 1\n", "cannot be read as TOML")])
 def test_a_file_that_is_wrong_is_named(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text(text)
