@@ -171,3 +171,14 @@ def test_the_engines_own_count_stands_for_the_prompt(run: Run) -> None:
                           "workload.prompt_column=prefix_length+input_tokens")
     assert code == 0
     assert chosen["total_input_tokens"] == 12 * 4096 + 3_060
+
+
+def test_objectives_are_printed_in_seconds_and_can_be_absolute(run: Run) -> None:
+    trace = ("--trace", "trace.jsonl", "--set", "workload.arrival_unit=ms")
+    code, _, text = run("user-trace-slo", *trace, policy="bullet")
+    assert code == 0
+    assert re.search(r"12\.9|12\.87", text)
+    assert re.search("default|ShareGPT", text)
+    code, _, text = run("user-trace-slo", *trace, "--ttft", "500ms", "--tpot", "30ms", policy="bullet")
+    assert code == 0
+    assert re.search(r"0\.5 s|500 ms", text)
