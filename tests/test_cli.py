@@ -94,6 +94,20 @@ def test_list_shows_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for word in ("azure-code", "2048/1469/5188/7437", "bullet-literal", "sglang-N-mixed", "qwen3-32b", "h20", "srm-blind"):
         assert word in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_help_shows_the_common_options_first(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                                             ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        sim.main([command, "--help"])
+    text = capsys.readouterr().out
+    places = [text.index(words) for words in ("common options:", "--trace", "--ttft TIME", "--gpu", "arrivals and objectives:",
+                                              "reading a trace:", "--set", "--help", "examples:")]
+    assert places == sorted(places)
+    assert text[text.index("examples:"):].count(f"bullet-sim {command} ") == 3
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

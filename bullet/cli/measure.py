@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from bullet.catalog.gpus import GPUS
+from bullet.catalog.gpus import get_gpu
 from bullet.cli.common import Parser, out_folder
 from bullet.cli.lifecycle import command
 from bullet.errors import ConfigError
@@ -53,6 +53,12 @@ def _threads(text: str) -> int:
     return int(text)
 
 
+def _card(text: str) -> str:
+    """Known by name, or as a file; :class:`ConfigError` says what there is."""
+    get_gpu(text)
+    return text
+
+
 def _splits(text: str) -> list[Split]:
     try:
         return [Split(*(int(side) for side in part.split("+", 1))) for part in text.split(",")]
@@ -75,7 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--splits", type=_splits, default=Target.splits, help="prefill+decode,..: only these splits")
         command.add_argument("--ignore-coscheduling", action="store_true",
                              help="splits in multiples of 2 on Hopper and above; large clusters are given up")
-        command.add_argument("--gpu", choices=sorted(GPUS), default=Target.gpu, help="which GPU to simulate")
+        command.add_argument("--gpu", type=_card, default=Target.gpu, help="which GPU to simulate: a name (bullet-sim list) or a "
+                             "card.toml (default %(default)s)")
         command.add_argument("--out", type=out_folder, default=None, help="folder for results; an existing one is resumed")
         command.add_argument("--allow-busy", action="store_true", help="measure beside other processes on the card")
         if name == "check":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,27 +234,33 @@ def _list(args: argparse.Namespace) -> int:
     from bullet.catalog.models import MODELS
     from bullet.workload import BUILTIN, describe
 
+    def lines(text: str, first: str = "  ") -> None:
+        print(textwrap.fill(text, width(), initial_indent=first, subsequent_indent=" " * 19, break_on_hyphens=False))
+
     four = "mean/p50/p90/max"
-    print(f"{'traces':<18} {'rows':>6}   {'prompt ' + four:<24} {'output ' + four:<24} {'req/s':>6} {'CV':>6}   source")
+    print(f"{'traces':<14} {'rows':>6}   {'prompt ' + four:<23} {'output ' + four:<23} {'req/s':>5}")
     for name in BUILTIN:
         d = describe(name)
         prompt, output = ("/".join(f"{v:.0f}" for v in numbers) for numbers in (d.prompt, d.output))
-        rate, cv = ("-" if v is None else f"{v:.2f}" for v in (d.rate_req_per_s, d.cv))
-        print(f"  {name:<16} {d.rows:>6}   {prompt:<24} {output:<24} {rate:>6} {cv:>6}   {BUILTIN[name].source}")
-    print("  req/s and CV (of the gaps) as recorded; -: lengths only\n\npolicies")
-    for name, description in policies.describe():
-        print(f"  {name:<16} {description}")
-    print(f"  {'file.py:Class':<16} your own")
-    print("\nestimators (what bullet asks)\n  srm (eq. 1-2, recalibrated online), srm-blind (no contention), "
-          "oracle (the device itself)")
-    print("\nmodels")
+        rate = "-" if d.rate_req_per_s is None else f"{d.rate_req_per_s:.2f}"
+        print(f"  {name:<12} {d.rows:>6}   {prompt:<23} {output:<23} {rate:>5}")
+    print("  req/s as recorded; -: lengths only (bullet-sim inspect NAME)")
+    for name in BUILTIN:
+        print(f"  {name:<16} {BUILTIN[name].source}")
+    print("\npolicies")
+    for name, description in [*policies.describe(), ("file.py:Class", "your own")]:
+        lines(description, f"  {name:<16} ")
+    print("\nestimators (what bullet asks)")
+    lines("srm (eq. 1-2, recalibrated online), srm-blind (no contention), oracle (the device itself)")
+    print(f"\n{'models':<18} {'layers':>6} {'GiB':>6} {'KiB of KV a token':>18} {'context':>8}")
     for model in MODELS.values():
-        print(f"  {model.name:<16} {model.num_layers} layers, {model.weight_bytes / 2**30:.3g} GiB of weights, "
-              f"{model.kv_bytes_per_token / 1024:.0f} KiB of KV a token, context {model.context_tokens}")
-    print("  or a Hugging Face config.json\n\nGPUs (data sheet)")
+        print(f"  {model.name:<16} {model.num_layers:>6} {model.weight_bytes / 2**30:>6.1f} "
+              f"{model.kv_bytes_per_token / 1024:>18.0f} {model.context_tokens:>8}")
+    print(f"  or a Hugging Face config.json\n\n{'GPUs (data sheet)':<18} {'SMs':>6} {'TFLOPS bf16':>12} {'GB/s':>6} {'GiB':>4}")
     for gpu in GPUS.values():
-        print(f"  {gpu.name:<16} {gpu.num_sms} SMs, {gpu.peak_flops / 1e12:.0f} TFLOPS bf16, "
-              f"{gpu.mem_bytes_per_s / 1e9:.0f} GB/s, {gpu.mem_bytes / 2**30:.0f} GiB")
+        print(f"  {gpu.name:<16} {gpu.num_sms:>6} {gpu.peak_flops / 1e12:>12.0f} {gpu.mem_bytes_per_s / 1e9:>6.0f} "
+              f"{gpu.mem_bytes / 2**30:>4.0f}")
+    print("  or a card.toml")
     return 0
 
 
