@@ -318,6 +318,7 @@ def prepare(configs: Sequence[RunConfig],
             say: Callable[[str], None] | None = None) -> tuple[list[RunConfig], Workload, Device]:
     """Everything that can be wrong, found before anything is written. ``configs`` differ in their policies alone; ``say`` is told
     what was read."""
+    from bullet.sim.run import shares_blocks
     from bullet.sim.run import simulate as run_simulation
 
     for config in configs:
@@ -331,7 +332,7 @@ def prepare(configs: Sequence[RunConfig],
     if len(configs) > 1:
         configs = share_options(configs, lambda config: run_simulation(config, workload=nothing, device=device))
     if say is not None:
-        shares = any(config.policy.options.get("prefix_cache") for config in configs)
+        shares = any(shares_blocks(config, workload, device) for config in configs)
         say("\n".join(run_lines(workload, configs[0].workload, shares_prefixes=shares)) + "\n")
     return list(configs), workload, device
 

@@ -216,19 +216,22 @@ class PolicyConfig:
     """Which scheduler. ``options`` go to the policy, which refuses those it does not know; one that is ``None`` is not given.
 
     ``estimator``: ``srm``, ``srm-blind`` or ``oracle``. ``recalibrate``: learn from measured step times online.
-    ``estimator_error``: multiplies every first prediction (1.3 = starts 30 % too slow); for studies.
+    ``estimator_error``: multiplies every first prediction (1.3 = starts 30 % too slow); for studies. ``prefix_cache``: prompts
+    share the KV blocks of common beginnings: ``on``, ``off``, or ``auto``, where the trace says what they share.
     """
 
     name: str = "bullet"
     estimator: str = "srm"
     recalibrate: bool = True
     estimator_error: float = 1.0
+    prefix_cache: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(self.estimator in ("srm", "srm-blind", "oracle"), "policy.estimator", self.estimator,
                 "srm, srm-blind or oracle")
         require(1e-6 <= self.estimator_error <= 1e6, "policy.estimator_error", self.estimator_error, "positive, 1e-6 to 1e6")
+        require(self.prefix_cache in ("auto", "on", "off"), "policy.prefix_cache", self.prefix_cache, "auto, on or off")
         if None in self.options.values():
             object.__setattr__(self, "options", {k: v for k, v in self.options.items() if v is not None})
 

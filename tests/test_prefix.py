@@ -9,7 +9,8 @@ import pytest
 
 from bullet.errors import TraceError
 from bullet.state import Request
-from bullet.state.prefix import PrefixKvCache, check_prefixes
+from bullet.state.prefix import PrefixKvCache
+from bullet.state.sharing import check_prefixes
 
 
 def request(id: int, prompt: int) -> Request:

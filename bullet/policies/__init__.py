@@ -99,7 +99,8 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
     return custom.build(name, context)
 
 
-def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, device: Device | None) -> Policy:
+def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, device: Device | None, *,
+                 prefix_cache: bool = False) -> Policy:
     """The policy that a configuration names; its estimator, where it asks one, starts from ``device``."""
     from bullet.estimators.make import make_estimator
 
@@ -109,4 +110,4 @@ def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: Spli
         assert device is not None
         estimator = make_estimator(chosen.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
                                    seed=config.seed, recalibrate=chosen.recalibrate, error=chosen.estimator_error)
-    return make_policy(chosen.name, PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator, chosen.options))
+    return make_policy(chosen.name, PolicyContext(model, gpu, splits, config.slo.tpot_s, estimator, chosen.options, prefix_cache))

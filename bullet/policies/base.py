@@ -23,7 +23,8 @@ from bullet.state import Chunk, Decision, Published, SplitTable, Step, SystemSta
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy is built from. ``estimator`` predicts step times; ``options`` come from ``[policy.options]``."""
+    """What a policy is built from. ``estimator`` predicts step times; ``options`` come from ``[policy.options]``;
+    ``prefix_cache``: whether prompts share the KV blocks of common beginnings, for policies whose ``shares_prefixes`` is true."""
 
     model: ModelSpec
     gpu: GpuSpec
@@ -31,6 +32,7 @@ class PolicyContext:
     tpot_slo_s: float
     estimator: Estimator | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    prefix_cache: bool = False
 
 
 @runtime_checkable

@@ -36,19 +36,26 @@ OPTIONS = {
     "ratio_decay_steps": 600,
     "assumed_new_tokens": 512,
     "retract_steps": 20,
+    "schedule_policy": "fcfs",  # or lpm: of the waiting, who shares most with the cache first; while few enough wait
 }
+LPM_QUEUE = 128
+"""More than so many wait in order of arrival: the engine finds matching all of them too dear."""
 
 
 class Sglang:
     """One lane, chunks of ``chunk_tokens`` ahead of decodes; ``mixed``: both in one batch."""
 
     lanes: tuple[str, ...] = (HYBRID,)
+    shares_prefixes = True
 
     def __init__(self, context: PolicyContext, chunk_tokens: int, mixed: bool = False) -> None:
         self.name = f"sglang-{chunk_tokens}" + ("-mixed" if mixed else "")
         options = read_options(self.name, context.options, OPTIONS)
         for name, value in options.items():
-            require(options, name, value > 0, "positive")
+            if name != "schedule_policy":
+                require(options, name, value > 0, "positive")
+        require(options, "schedule_policy", options["schedule_policy"] in ("fcfs", "lpm"), "fcfs or lpm")
+        self.longest_prefix = options["schedule_policy"] == "lpm"
         self.chunk_tokens = chunk_tokens
         self.mixed = mixed
         self.sms = context.splits.num_sms
@@ -114,13 +121,17 @@ class Sglang:
             return tuple(chunks)
         free = kv.free_blocks - (decode.growth_blocks if self.mixed else 0)
         free_tokens = free * kv.tokens_a_block
+        pinned: set[tuple[int, int]] = set()
         # For who runs: first as if nobody had made a token yet. Requests are counted only where that would refuse.
         running, counted = self.ratio * self.new_tokens * decode.size, False
         room = self.max_running - decode.size - len(chunks)
         full = False
-        for request in _by_queueing(state.queue.requests):
-            known = request.known_tokens
-            blocks = kv.blocks_for(known)
+        queue = _by_queueing(state.queue.requests)
+        if self.longest_prefix and kv.sharing and len(queue) <= LPM_QUEUE:
+            queue = sorted(queue, key=lambda r: -kv.past(r))
+        for request in queue:
+            known = kv.fresh(request)
+            blocks = kv.blocks_to_admit(request, pinned)
             tokens = blocks * kv.tokens_a_block
             if not counted and known + self.new_tokens >= free_tokens - tokens - aside - running:
                 running, counted = self._set_aside(state), True
@@ -130,7 +141,7 @@ class Sglang:
             if full or (known >= input_left and chunks) or budget <= 0:
                 break
             new = min(known, budget)
-            chunks.append(Chunk(request.id, new, 0))
+            chunks.append(Chunk(request.id, new, kv.past(request)))
             budget -= new
             input_left -= new
             room -= 1
@@ -161,7 +172,7 @@ class Sglang:
         victims: list[Request] = []
         while len(ranked) > 1 and (not victims or free * kv.tokens_a_block < headroom * len(ranked)):
             victim = ranked.pop()
-            free += kv.blocks_for(decode.cached(victim))
+            free += kv.freed(victim, decode.cached(victim))
             victims.append(victim)
         if len(ranked) == 1 and decode.growth_of(ranked[0]) > free:
             # A mixed batch's pending prompt holds the rest of the cache: it goes too.

@@ -44,6 +44,7 @@ class Static:
     """A fixed split of the SMs."""
 
     lanes: tuple[str, ...] = (PREFILL, DECODE)
+    shares_prefixes = True
 
     def __init__(self, context: PolicyContext, prefill_sms: int, decode_sms: int | None = None, name: str = "") -> None:
         options = read_options(name or f"static-{prefill_sms}", context.options, OPTIONS)
@@ -74,14 +75,17 @@ class Static:
             return PrefillStep(sms, min(self.layers, state.prefill.layers_left), target=self.target)
         admit: list[int] = []
         tokens = blocks = 0
+        pinned: set[tuple[int, int]] = set()
         for request in state.queue:
-            if admit and tokens + request.known_tokens > self.max_batch_tokens:
+            fresh = state.kv.fresh(request)
+            if admit and tokens + fresh > self.max_batch_tokens:
                 break
-            if not fits(state, request, blocks):
+            cost = state.kv.blocks_to_admit(request, pinned)
+            if not fits(state, cost, blocks):
                 break
             admit.append(request.id)
-            tokens += request.known_tokens
-            blocks += state.kv.blocks_for(request.known_tokens)
+            tokens += fresh
+            blocks += cost
         if not admit:
             return Wait(reason="kv-full")
         return PrefillStep(sms, min(self.layers, state.num_layers), tuple(admit), target=self.target)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bullet.state import Request, SystemState
+from bullet.state import SystemState
 
 
-def fits(state: SystemState, request: Request, taken_blocks: int = 0) -> bool:
-    """Whether a whole prompt fits now, after ``taken_blocks`` more, with room to grow for each running sequence.
+def fits(state: SystemState, blocks: int, taken_blocks: int = 0) -> bool:
+    """Whether a whole prompt that takes so many blocks fits now, after ``taken_blocks`` more, with room to grow for each running
+    sequence.
 
     Without that headroom an admitted prompt would be preempted by the very next iterations. An idle system needs none:
     whatever fits at all is admitted, so nothing waits for ever.
     """
     kv = state.kv
-    blocks = kv.blocks_for(request.known_tokens)
     free = kv.free_blocks - taken_blocks
     running = state.decode_seqs
     if running == 0 and state.prefill is None and taken_blocks == 0:
@@ -34,7 +34,7 @@ def decode_victims(state: SystemState) -> tuple[int, ...]:
     for request in [*reversed(state.ready), *reversed(decode.requests.values())]:
         inside = request.id in decode.requests
         cached = decode.cached(request) if inside else request.known_tokens - 1
-        free += kv.blocks_for(cached)
+        free += kv.freed(request, cached)
         needed -= kv.growth(cached)
         victims.append(request.id)
         if needed <= free:

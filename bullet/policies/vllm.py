@@ -60,7 +60,7 @@ class Vllm:
     lanes: tuple[str, ...] = (HYBRID,)
 
     def __init__(self, context: PolicyContext, budget_tokens: int) -> None:
-        options = read_options(f"vllm-{budget_tokens}", context.options, OPTIONS)
+        options = read_options(f"vllm-{budget_tokens}", context.options, {**OPTIONS, "prefix_cache": context.prefix_cache})
         self.max_num_seqs: int = options["max_num_seqs"]
         self.budget_tokens = budget_tokens
         self.sms = context.splits.num_sms
@@ -134,6 +134,11 @@ class Vllm:
         assert decodes or chunked, f"a lone request outgrew the KV cache of {kv.total_blocks} blocks; preempted {victims}"
         chunks, _ = _continue(chunked, self.budget_tokens - len(decodes))
         return HybridStep(self.sms, tuple(chunks), bool(decodes), preempt=tuple(victims), reason="preempt")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Only with named blocks."""
+        return self.paging is not None and self.paging.prefix_cache
 
     # ---- with named blocks -----------------------------------------------------------------------
 

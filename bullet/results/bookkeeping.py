@@ -266,5 +266,6 @@ class Bookkeeping:
             kv_blocks=kv.total_blocks, split_changes=self.split_changes, decisions=self.decisions,
             decision_wall_s=decision_wall_s, tpot_slo_s=config.slo.tpot_s,
             device={"gpu": gpu, "model": config.device.model, "source": device_source, "workload": self.workload_source,
-                    **measures, "kv_peak_blocks": kv.peak_blocks},
+                    **measures, "kv_peak_blocks": kv.peak_blocks,
+                    "prefix_hit_rate": kv.hit_tokens / kv.asked_tokens if kv.asked_tokens else None},
             source=self.source)

@@ -194,8 +194,9 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "split_changes_per_s": outcome.split_changes / outcome.span_s if outcome.span_s else None,
         "kv_blocks": outcome.kv_blocks, "kv_peak_blocks": outcome.device.get("kv_peak_blocks"),
         "num_sms": outcome.num_sms, "span_s": outcome.span_s,
-        **{key: outcome.device.get(key) for key in ("host_time", "parameters", "weight_bytes", "kv_bytes_per_token",
-                                                    "window_kv_bytes_per_token", "window_tokens", "model_notes")},
+        **{key: outcome.device.get(key) for key in (
+            "prefix_hit_rate", "host_time", "parameters", "weight_bytes", "kv_bytes_per_token", "window_kv_bytes_per_token",
+            "window_tokens", "model_notes")},
     }
     if load.arrivals == "closed":
         summary |= {"max_concurrency": load.concurrency, "think_time_s": load.think_time_s, "think": load.think}

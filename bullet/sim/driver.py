@@ -310,7 +310,7 @@ class Simulation(Bookkeeping):
 
     def _repeat(self, step: Any, now: float) -> float:
         """Repeat a steady step for as long as it holds, without asking or sleeping between; returns when the last one ended."""
-        state, sms, noise = self.state, step.sms, self.lanes[0].noise
+        state, sms, noise, host_step_s = self.state, step.sms, self.lanes[0].noise, self.host_step_s
         decode, kv = state.decode, state.kv
         assert not step.chunks, f"{step}: a steady step has decodes alone"
         assert not step.preempt, f"{step}: a steady step preempts nobody"
@@ -322,7 +322,7 @@ class Simulation(Bookkeeping):
             seconds = self._decode_seconds(seqs, context, sms)
             if noise is not None:
                 seconds *= noise.next()
-            end = now + (seconds + self.host_step_s)
+            end = now + (seconds + host_step_s)
             self._end_iteration(end)
             elapsed = end - now
             self._observe(step, elapsed)
@@ -338,10 +338,10 @@ class Simulation(Bookkeeping):
         """The work of a batch with chunks, and their tokens."""
         pieces = [(new, past) for _, new, past in step.chunks]
         tokens, logits = 0, seqs
+        for request in self.state.admitted:
+            self.wait_sum_s += now - request.queued_s
         for i, request in enumerate(requests):
             new, past = pieces[i]
-            if past == 0:
-                self.wait_sum_s += now - request.queued_s
             if new + past == request.prompt_tokens + request.generated:
                 logits += 1
             tokens += new
@@ -373,7 +373,7 @@ class Simulation(Bookkeeping):
         key = -step.layers if last else step.layers
         work = self.works.get(key)
         if work is None:
-            work = self.works[key] = self.device.prefill_work([(t, 0) for t in batch.tokens], step.layers,
+            work = self.works[key] = self.device.prefill_work([*zip(batch.tokens, batch.past, strict=True)], step.layers,
                                                               logits_seqs=len(batch.tokens) if last else 0)
         return work
 

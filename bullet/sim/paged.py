@@ -24,7 +24,8 @@ from bullet.policies.base import Policy
 from bullet.sim.driver import Simulation
 from bullet.sim.gpu import HybridFlight
 from bullet.state import HYBRID, HybridStep, KvCache, Partition, Phase, Request, SplitTable
-from bullet.state.prefix import PagedState, Paging, PrefixKvCache, check_prefixes
+from bullet.state.prefix import PagedState, Paging, PrefixKvCache
+from bullet.state.sharing import check_prefixes
 from bullet.workload import Workload
 
 

@@ -20,7 +20,33 @@ from bullet.results.sink import ListSink
 from bullet.sim.driver import Simulation
 from bullet.sim.paged import PagedSimulation
 from bullet.state import SplitTable, kv_cache_of
+from bullet.state.sharing import SharingKvCache, check_prefixes
 from bullet.workload import Workload, load_workload
+
+
+def wants_prefix_cache(config: RunConfig, workload: Workload, device: Device) -> bool:
+    """Whether prompts are to share blocks; a :class:`ConfigError` where it is asked for and cannot be."""
+    asked = config.policy.prefix_cache
+    if device.model.window_layers:
+        if asked == "on":
+            raise ConfigError(f"policy.prefix_cache = 'on': not modelled for layers with a window, which {device.model.name} has")
+        return False
+    return asked == "on" or (asked == "auto" and bool(workload.shared_prefix))
+
+
+def shares_prefixes(policy: Policy, config: RunConfig) -> bool:
+    """Whether a policy takes cached tokens into account; all built-in ones do, unless their options say otherwise."""
+    able = bool(getattr(policy, "shares_prefixes", False))
+    if config.policy.prefix_cache == "on" and not able:
+        raise ConfigError(f"policy.prefix_cache = 'on': policy {config.policy.name!r} does not share prefixes (shares_prefixes)")
+    return able
+
+
+def shares_blocks(config: RunConfig, workload: Workload, device: Device) -> bool:
+    """Whether a run's policy will share the workload's prefixes, known before it is built; a user's policy is not asked."""
+    given = config.policy.options.get("prefix_cache")
+    return bool(given) if given is not None else (
+        wants_prefix_cache(config, workload, device) and not is_custom(config.policy.name))
 
 
 def resolved(config: RunConfig, workload: Workload, device: Device) -> RunConfig:
@@ -51,12 +77,17 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
         raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
     splits = SplitTable.every(device.num_sms, config.device.partition_step_sms)
     if policy is None:
-        policy = build_policy(config, served_model(config.device), get_gpu(config.device.gpu), splits, device)
+        policy = build_policy(config, served_model(config.device), get_gpu(config.device.gpu), splits, device,
+                              prefix_cache=wants_prefix_cache(config, workload, device))
+    kind = Simulation if getattr(policy, "paging", None) is None else PagedSimulation
+    kv = kv_cache_of(device.model, kv_tokens)
+    sharing = wants_prefix_cache(config, workload, device) and shares_prefixes(policy, config)
+    if sharing and kind is Simulation:
+        check_prefixes(workload.shared_prefix or {}, workload.prompt_tokens, workload.name)
+        kv = SharingKvCache(kv.total_blocks, workload.shared_prefix)
     sink: Any = writer if writer is not None else ListSink()
     if writer is not None:
         writer.resolved(config, len(workload))
-    kind = Simulation if getattr(policy, "paging", None) is None else PagedSimulation
-    kv = kv_cache_of(device.model, kv_tokens)
     run = kind(config, workload, device, policy, splits, kv, sink, progress=progress, record=record)
     # Millions of small tuples and no reference cycles: the cyclic collector only costs time (a tenth of it).
     collecting = gc.isenabled()

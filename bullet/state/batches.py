@@ -27,11 +27,13 @@ from bullet.state.requests import Phase, Request
 class PrefillBatch:
     """Whole prompts that go through the layers together; fixed until the last layer."""
 
-    __slots__ = ("deadline_s", "layers_done", "layers_left", "num_layers", "requests", "tokens", "total_tokens")
+    __slots__ = ("deadline_s", "layers_done", "layers_left", "num_layers", "past", "requests", "tokens", "total_tokens")
 
     def __init__(self, requests: tuple[Request, ...], num_layers: int) -> None:
         self.requests = requests
-        self.tokens = tuple(r.known_tokens for r in requests)
+        #: Tokens to compute of each, and those that were cached when it was admitted.
+        self.past = tuple(r.computed_tokens for r in requests)
+        self.tokens = tuple(r.known_tokens - r.computed_tokens for r in requests)
         self.total_tokens = sum(self.tokens)
         self.num_layers = num_layers
         #: Layers that ended, and layers still to end (those in flight are among these).

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bullet.catalog.spec import ModelSpec
 from bullet.config import KV_BLOCK_TOKENS
 from bullet.errors import ConfigError
+from bullet.state.requests import Request
 
 
 class KvCache:
     """Paged KV cache, counted in blocks: free + referenced = all (I4). ``block_units``: blocks that hold a block's worth of
     tokens in all layers, 1 where all layers are alike; ``tokens_a_block``: that worth, for one block."""
 
-    __slots__ = ("block_tokens", "block_units", "free_blocks", "peak_blocks", "tokens_a_block", "total_blocks")
+    __slots__ = ("asked_tokens", "block_tokens", "block_units", "free_blocks", "hit_tokens", "peak_blocks", "tokens_a_block",
+                 "total_blocks")
+
+    sharing = False
+    """Whether requests share blocks of common beginnings (:class:`~bullet.state.sharing.SharingKvCache`)."""
 
     def __init__(self, total_blocks: int, block_tokens: int = KV_BLOCK_TOKENS) -> None:
         if total_blocks < 1 or block_tokens < 1:
@@ -22,6 +29,42 @@ class KvCache:
         self.block_units = 1
         self.tokens_a_block: float = block_tokens
         self.peak_blocks = 0
+        #: Where prefixes are shared: known tokens of all requests as they were admitted, and of these what was cached.
+        self.asked_tokens = self.hit_tokens = 0
+
+    # ---- a request's part: here nothing is ever cached --------------------------------------------
+
+    def past(self, request: Request) -> int:
+        """Tokens of a waiting request that need not be computed."""
+        return 0
+
+    def fresh(self, request: Request) -> int:
+        """Tokens of a waiting request that a prefill must compute."""
+        return request.prompt_tokens + request.generated
+
+    def blocks_to_admit(self, request: Request, pinned: set[tuple[int, int]]) -> int:
+        """Free blocks that admitting a request takes, and cached ones that it would hold go to ``pinned``: what others before it,
+        admitted with it, hold already costs nothing."""
+        return self.blocks_for(request.known_tokens)
+
+    def freed(self, request: Request, tokens: int) -> int:
+        """Blocks that come free, at least, when a request gives up its ``tokens``."""
+        return self.blocks_for(tokens)
+
+    def reserve(self, requests: Sequence[Request]) -> list[int]:
+        """Take blocks for all known tokens of requests; returns how many tokens of each are there already."""
+        for request in requests:
+            self.take(self.blocks_for(request.prompt_tokens + request.generated))
+        return [0] * len(requests)
+
+    def computed(self, request: Request, tokens: int) -> None:
+        """The first ``tokens`` of a request are in the cache."""
+
+    def release(self, request: Request, tokens: int) -> None:
+        """A request gives up its ``tokens``."""
+        self.give_back(self.blocks_for(tokens))
+
+    # ---- blocks ----------------------------------------------------------------------------------
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens``."""

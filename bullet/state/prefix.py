@@ -21,20 +21,15 @@ scheduled, and ``unknown`` counts the tokens that steps in flight are about to d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bullet.config import KV_BLOCK_TOKENS
-from bullet.errors import TraceError
 from bullet.state.decisions import HybridStep, Partition, SplitTable
 from bullet.state.kv import KvCache
 from bullet.state.requests import HYBRID, Phase, Request
+from bullet.state.sharing import Key, SharedPrefixes
 from bullet.state.system import InFlight, SystemState
-
-SharedPrefixes = Mapping[int, tuple[int, int]]
-"""request id -> (an earlier request, how many full blocks both prompts begin with)."""
-Key = tuple[int, int]
-"""A block's content with all before it: (the first request that had it, block index)."""
 
 
 class Paging(NamedTuple):
@@ -49,18 +44,6 @@ class Paging(NamedTuple):
     reserve: bool
     resume_back: bool
     steps_in_flight: int
-
-
-def check_prefixes(shared: SharedPrefixes, prompt_tokens: Sequence[int], where: str,
-                   block_tokens: int = KV_BLOCK_TOKENS) -> None:
-    """Refuse sharing that cannot be: an unknown donor, or more blocks than the two prompts have."""
-    for request, (donor, blocks) in shared.items():
-        if not (0 <= donor < len(prompt_tokens) and 0 <= request < len(prompt_tokens) and donor != request):
-            raise TraceError(f"{where}: request {request} shares a prefix with request {donor}: both must be among 0 to "
-                             f"{len(prompt_tokens) - 1}, and differ")
-        most = min(prompt_tokens[request], prompt_tokens[donor]) // block_tokens
-        if not 0 < blocks <= most:
-            raise TraceError(f"{where}: requests {request} and {donor} share {blocks} blocks: must be 1 to {most}")
 
 
 _GONE: Any = object()
@@ -339,6 +322,9 @@ class PagedState(SystemState):
                 request = self._take_in(request_id, now_s)
                 hits = blocks.hits(request)
                 assert len(hits) * blocks.block_tokens == past, f"{request}: {len(hits)} blocks hit, {past} tokens said"
+                if blocks.caching:
+                    blocks.asked_tokens += request.known_tokens
+                    blocks.hit_tokens += past
                 fits = blocks.admit(request, hits, self.room(request, past + new), past + new)
             assert fits, f"{request}: no blocks for {new} tokens after {past}"
             lacking = request.known_tokens + unknown[request_id] - past - new

@@ -6,12 +6,13 @@ A policy reads :class:`SystemState` and returns a step; a driver (simulated or r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from bullet.state.batches import DecodeBatch, PrefillBatch, WindowedDecodeBatch
 from bullet.state.decisions import DecodeStep, HybridStep, Partition, PrefillStep, Published, SplitTable, Step
 from bullet.state.kv import KvCache, WindowedKvCache
 from bullet.state.requests import DECODE, HYBRID, PREFILL, Phase, Request, WaitingQueue
+from bullet.state.sharing import SharingKvCache
 
 
 class InFlight:
@@ -49,6 +50,7 @@ class SystemState:
         self.ready: list[Request] = []
         self.chunked: list[Request] = []
         self._launched: list[Request] = []  # requests of the chunks in flight
+        self.admitted: list[Request] = []  # by the last step that had chunks
         self.decode = WindowedDecodeBatch(kv) if isinstance(kv, WindowedKvCache) else DecodeBatch(kv.block_tokens)
         self.in_flight: dict[str, InFlight] = {}
         self.target = initial
@@ -96,8 +98,7 @@ class SystemState:
             self._preempt(step.preempt, now_s)
         if step.admit:
             assert self.prefill is None, "a prefill batch is fixed until its last layer"
-            requests = tuple(self._admit(i, now_s) for i in step.admit)
-            self.prefill = PrefillBatch(requests, self.num_layers)
+            self.prefill = PrefillBatch(tuple(self._admit(step.admit, now_s)), self.num_layers)
         assert self.prefill is not None, f"{step}: nothing to prefill"
         assert 0 < step.layers <= self.prefill.layers_left, f"{step}: {self.prefill.layers_left} layers are left"
         self.in_flight[PREFILL] = InFlight(step, now_s)
@@ -113,6 +114,7 @@ class SystemState:
             return ()
         self.prefill = None
         for request in batch.requests:
+            self.kv.computed(request, request.known_tokens)
             self._emit_first(request, now_s)
             request.phase = Phase.READY
             self.ready.append(request)
@@ -150,12 +152,12 @@ class SystemState:
     def _begin_chunks(self, step: HybridStep, now_s: float) -> list[Request]:
         launched: list[Request] = []
         by_id = {r.id: r for r in self.chunked} if self.chunked else {}
+        self.admitted = self._admit([chunk.request_id for chunk in step.chunks if chunk.request_id not in by_id], now_s)
+        for request in self.admitted:
+            by_id[request.id] = request
+            self.chunked.append(request)
         for request_id, new, past in step.chunks:
-            request = by_id.get(request_id)
-            if request is None:
-                assert past == 0, f"{step}: request {request_id} has no past"
-                request = self._admit(request_id, now_s)
-                self.chunked.append(request)
+            request = by_id[request_id]
             assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
             assert 0 < new <= request.prompt_tokens + request.generated - past, (
                 f"{request}: a chunk is empty or runs over its prompt: {new} tokens")
@@ -175,6 +177,7 @@ class SystemState:
         complete: list[Request] = []
         for i, request in enumerate(self._launched):
             request.computed_tokens += step.chunks[i].new_tokens
+            self.kv.computed(request, request.computed_tokens)
             if request.computed_tokens == request.prompt_tokens + request.generated:
                 self._emit_first(request, now_s)
                 complete.append(request)
@@ -186,7 +189,7 @@ class SystemState:
         decode, kv = self.decode, self.kv
         decode.advance()
         for request in finished:
-            kv.give_back(kv.blocks_for(decode.leave(request)))
+            kv.release(request, decode.leave(request))
             request.phase = Phase.FINISHED
 
     def join_decode(self, request: Request) -> None:
@@ -197,18 +200,19 @@ class SystemState:
         """A request ended right after its prefill (READY or just completed): free its KV."""
         if request.phase is Phase.READY:
             self.ready.remove(request)
-        self.kv.give_back(self.kv.blocks_for(request.known_tokens - 1))
+        self.kv.release(request, request.known_tokens - 1)
         request.phase = Phase.FINISHED
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _admit(self, request_id: int, now_s: float) -> Request:
-        request = self.queue.remove(request_id)
-        self.kv.take(self.kv.blocks_for(request.prompt_tokens + request.generated))
-        request.phase = Phase.PREFILL
-        if request.admitted_s is None:
-            request.admitted_s = now_s
-        return request
+    def _admit(self, request_ids: Sequence[int], now_s: float) -> list[Request]:
+        requests = [self.queue.remove(request_id) for request_id in request_ids]
+        for request, past in zip(requests, self.kv.reserve(requests), strict=True):
+            request.computed_tokens = past
+            request.phase = Phase.PREFILL
+            if request.admitted_s is None:
+                request.admitted_s = now_s
+        return requests
 
     def _emit_first(self, request: Request, now_s: float) -> None:
         request.generated += 1
@@ -222,13 +226,13 @@ class SystemState:
             request = self.decode.requests.get(request_id)
             if request is not None:
                 assert DECODE not in self.in_flight, f"{request} is in the iteration in flight"
-                self.kv.give_back(self.kv.blocks_for(self.decode.leave(request)))
+                self.kv.release(request, self.decode.leave(request))
             else:
                 waiting = self.chunked if any(r.id == request_id for r in self.chunked) else self.ready
                 request = next(r for r in waiting if r.id == request_id)
                 waiting.remove(request)
                 held = request.known_tokens - (1 if request.phase is Phase.READY else 0)
-                self.kv.give_back(self.kv.blocks_for(held))
+                self.kv.release(request, held)
             request.phase = Phase.WAITING
             request.computed_tokens = 0
             request.preemptions += 1
@@ -240,11 +244,13 @@ class SystemState:
         kv, decode = self.kv, self.decode
         in_flight = DECODE in self.in_flight or (
             HYBRID in self.in_flight and getattr(self.in_flight[HYBRID].step, "decode", False))
-        held = sum(kv.blocks_for(decode.cached(r) + (1 if in_flight else 0)) for r in decode.requests.values())
-        held += sum(kv.blocks_for(r.known_tokens - 1) for r in self.ready)
-        held += sum(kv.blocks_for(r.known_tokens) for r in self.chunked)
-        if self.prefill is not None:
-            held += sum(kv.blocks_for(t) for t in self.prefill.tokens)
+        room = {r.id: (r, decode.cached(r) + (1 if in_flight else 0)) for r in decode.requests.values()}
+        room |= {r.id: (r, r.known_tokens - 1) for r in self.ready}
+        room |= {r.id: (r, r.known_tokens) for r in (*self.chunked, *(self.prefill.requests if self.prefill is not None else ()))}
+        if isinstance(kv, SharingKvCache):
+            held = kv.check(room)
+        else:
+            held = sum(kv.blocks_for(tokens) for _, tokens in room.values())
         assert held + kv.free_blocks == kv.total_blocks, (
             f"I4: {held} referenced + {kv.free_blocks} free != {kv.total_blocks} blocks")
         assert decode.cached_tokens == sum(decode.cached(r) for r in decode.requests.values())

@@ -27,7 +27,7 @@ from bullet.devices.table_skew import DecodeSkew, read_skew
 from bullet.door import read_object, reason, typed
 from bullet.errors import ConfigError, ProfileError
 from bullet.parquet import read_table
-from bullet.state.prefix import SharedPrefixes
+from bullet.state.sharing import SharedPrefixes
 
 Array = NDArray[np.float64]
 METRICS = ("ttft", "tpot", "latency")

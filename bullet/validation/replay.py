@@ -93,6 +93,7 @@ def run_config(recorded: Recorded, scenario: Scenario) -> RunConfig:
         "workload.trace": f"{recorded.target} recorded run", "workload.arrivals": "recorded", "workload.num_requests": None,
         "device.gpu": recorded.gpu, "device.model": recorded.model, "device.timing": "table",
         "device.kv_tokens": blocks * KV_BLOCK_TOKENS, "policy.name": f"vllm-{budget}",
+        "policy.prefix_cache": "off",  # the engine's own option below decides
         "policy.options": {"max_num_seqs": engine["max_num_seqs"], "prefix_cache": scenario.prefix_cache,
                            "admission": scenario.admission, "resume": scenario.resume,
                            "steps_in_flight": scenario.steps_in_flight}})

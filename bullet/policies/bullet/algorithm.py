@@ -76,6 +76,7 @@ class Bullet:
 
     lanes: tuple[str, ...] = (PREFILL, DECODE)
     defaults = OPTIONS
+    shares_prefixes = True
 
     def __init__(self, context: PolicyContext) -> None:
         if context.estimator is None:
@@ -145,7 +146,7 @@ class Bullet:
             popped = self.queue.pop(state, ranked, present if seqs else self.full)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
                 return Wait(None, Published(margin_s), Partition(0, self.num_sms), "kv-full")
-            tokens, layers_left = tuple([r.known_tokens for r in popped]), state.num_layers
+            tokens, layers_left = tuple([state.kv.fresh(r) for r in popped]), state.num_layers
             total_tokens = sum(tokens)
             whole = self.estimator.prefill_line(tokens, beside)
         layers = self.layers_per_step if self.layers_per_step < layers_left else layers_left
@@ -320,7 +321,7 @@ class Bullet:
         if mode == "batch":
             return not waiting or kv_full
         for request in waiting:
-            left_s += self.estimator.prefill_line((request.known_tokens,), None)(index)
+            left_s += self.estimator.prefill_line((state.kv.fresh(request),), None)(index)
             if left_s >= step_s:
                 return False
         return True

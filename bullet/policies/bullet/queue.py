@@ -57,7 +57,7 @@ class ServiceOrder:
         if len(requests) == 1:
             (first,) = requests
             counts = None if first.first_token_s is None else [False]
-            self._ranked = Ranked(queue.version, [0], [first.known_tokens], [first.arrival_s],
+            self._ranked = Ranked(queue.version, [0], [state.kv.fresh(first)], [first.arrival_s],
                                   [first.ttft_slo_s], counts)
             return self._ranked
         # Preempted requests stand at the front. Their first token is out, so that only TPOT is at stake: they go first.
@@ -65,6 +65,8 @@ class ServiceOrder:
         while started < len(requests) and requests[started].first_token_s is not None:
             started += 1
         tokens, arrival_s, ttft_slo_s = queue.known_tokens, queue.arrival_s, queue.ttft_slo_s
+        if state.kv.sharing:
+            tokens = [state.kv.fresh(request) for request in requests]
         order = list(range(len(tokens)))
         if len(tokens) - started > 1:
             correction = self.estimator.prefill_correction(index)
@@ -133,15 +135,18 @@ class ServiceOrder:
         popped: list[Request] = []
         lengths: tuple[int, ...] = ()
         blocks = 0
+        kv = state.kv
+        pinned: set[tuple[int, int]] = set()
         for i in ranked.order:
             request = state.queue.requests[i]
-            if not fits(state, request, blocks):
+            cost = kv.blocks_to_admit(request, pinned)
+            if not fits(state, cost, blocks):
                 break
             if popped and self.estimator.prefill_intensity(lengths) >= self.estimator.ridge(index):
                 break
             popped.append(request)
-            blocks += state.kv.blocks_for(request.known_tokens)
-            lengths = (*lengths, request.known_tokens)
+            blocks += cost
+            lengths = (*lengths, kv.fresh(request))
         return popped
 
     def kv_full(self, state: SystemState, now_s: float, popped: list[Request]) -> bool:
@@ -152,7 +157,9 @@ class ServiceOrder:
         if kv.free_blocks > self._largest[1] * (1 + len(popped)) + state.decode_seqs * kv.block_units:
             return False  # whichever is the head, it fits
         head = queue.requests[self.last_sorted(state, now_s).order[len(popped)]]
-        return not fits(state, head, sum(kv.blocks_for(r.known_tokens) for r in popped))
+        pinned: set[tuple[int, int]] = set()
+        taken = sum([kv.blocks_to_admit(r, pinned) for r in popped])
+        return not fits(state, kv.blocks_to_admit(head, pinned), taken)
 
     # ---- seconds ---------------------------------------------------------------------------------
 
