@@ -146,9 +146,9 @@ def test_static_keeps_its_split_and_frees_tails() -> None:
 
 def test_prompts_leave_room_to_grow_unless_the_system_is_idle() -> None:
     s = world([], [30], blocks=10)  # 8 free: a prompt, one block for the running sequence, one for itself
-    assert fits(s, Request(9, 0.0, 96, 1.0))
-    assert not fits(s, Request(9, 0.0, 97, 1.0))
-    assert fits(world([], [], blocks=10), Request(9, 0.0, 160, 1.0))
+    assert fits(s, KvCache(1).blocks_for(96))
+    assert not fits(s, KvCache(1).blocks_for(97))
+    assert fits(world([], [], blocks=10), KvCache(1).blocks_for(160))
 
 
 def test_the_fewest_latest_decodes_make_room() -> None:
