@@ -132,7 +132,7 @@ def notes_on(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
         notes.append("oracle: asks the simulated device itself; an upper bound, not a predictor.")
     hits = [f"{label(s)} {s['prefix_hit_rate']:.1%}" for s in summaries if s.get("prefix_hit_rate") is not None]
     if hits:
-        notes.append(f"prefix cache, share of the admitted requests' tokens that were there: {', '.join(hits)}")
+        notes.append(f"prefix cache hits: {', '.join(hits)}")
     notes += host_notes(summaries)
     rejected = {label(s): ", ".join(f"{count} {reason}" for reason, count in s["rejected_by_reason"].items())
                 for s in summaries if s["rejected"]}
