@@ -49,7 +49,7 @@ def check_prefixes(shared: SharedPrefixes, prompt_tokens: Sequence[int] | NDArra
 class SharingKvCache(KvCache):
     """Free + referenced = all (I4); free ones may be cached, referenced ones held by several."""
 
-    __slots__ = ("_holders", "_idle", "_keys", "_named", "_shared")
+    __slots__ = ("_holders", "_idle", "_keys", "_last_hits", "_named", "_shared")
 
     sharing = True
 
@@ -59,6 +59,7 @@ class SharingKvCache(KvCache):
         self._holders: dict[Key, int] = {}  # cached content -> requests that hold it
         self._idle: OrderedDict[Key, None] = OrderedDict()  # of it what none holds, in order of eviction
         self._named: dict[int, int] = {}  # request id -> how many of its first blocks are cached ones that it holds
+        self._last_hits: dict[int, int] = {}  # request id -> hits when it was last asked for
         self._keys: dict[int, list[Key]] = {}  # request id -> contents of its full prompt blocks, while they are asked for
 
     def _contents(self, request: Request) -> list[Key]:
@@ -79,14 +80,25 @@ class SharingKvCache(KvCache):
 
     def hits(self, request: Request) -> int:
         """Cached blocks that the request begins with; at least its last known token is left to compute."""
-        keys, holders = self._contents(request), self._holders
-        low, high = 0, min(len(keys), (request.known_tokens - 1) // self.block_tokens)
-        while low < high:  # a block is cached only if those before it are
+        number = request.id
+        keys, holders = self._keys.get(number) or self._contents(request), self._holders
+        low, high = 0, min(len(keys), (request.prompt_tokens + request.generated - 1) // self.block_tokens)
+        # A block is cached only if those before it are; most often as many as when last asked.
+        last = self._last_hits.get(number, 0)
+        if last <= high:
+            if last == high or keys[last] not in holders:
+                if last == 0 or keys[last - 1] in holders:
+                    return last
+                high = last - 1
+            else:
+                low = last + 1
+        while low < high:
             middle = (low + high) // 2
             if keys[middle] in holders:
                 low = middle + 1
             else:
                 high = middle
+        self._last_hits[number] = low
         return low
 
     def past(self, request: Request) -> int:
@@ -150,14 +162,15 @@ class SharingKvCache(KvCache):
         self._named[request.id] = max(named, full)
 
     def release(self, request: Request, tokens: int) -> None:
-        named = self._named.pop(request.id)
-        self.give_back(self.blocks_for(tokens) - named)
+        named, holders, idle = self._named.pop(request.id), self._holders, self._idle
+        already = len(idle)
         for key in reversed(self._contents(request)[:named]):
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                self._idle[key] = None
-                self.give_back(1)
+            left = holders[key] = holders[key] - 1
+            if not left:
+                idle[key] = None
+        self.give_back(self.blocks_for(tokens) - named + len(idle) - already)
         del self._keys[request.id]
+        self._last_hits.pop(request.id, None)
 
     def check(self, held: Mapping[int, tuple[Request, int]]) -> int:
         """Referenced blocks, the slow way; ``held``: request id -> it, and the tokens that it has room for."""
