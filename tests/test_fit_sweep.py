@@ -120,7 +120,7 @@ def test_the_implementation_asked_for_comes_back_and_is_simulated(sweep, tmp_pat
     assert sim([*run, "--gpu", "h100", "--out", str(tmp_path / "other")]) == 2
     assert "fitted on gpu a100-80gb, not h100" in capsys.readouterr().err
     assert sim([*run, "--model", "qwen3-32b", "--out", str(tmp_path / "qwen")]) == 0
-    assert "fitted to simulated samples on llama-3.1-8b's shapes" in capsys.readouterr().out
+    assert "fitted to simulated samples on llama-3.1-8b's shapes" in " ".join(capsys.readouterr().out.split())
     assert sim([*run[:-1], str(tmp_path), "--out", str(tmp_path / "other")]) == 2
     assert "must be fit, table, or a folder that holds fit.json" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -12,7 +12,7 @@ from bullet.config import KV_BLOCK_TOKENS, RunConfig, resolve_slo
 from bullet.devices.base import Device
 from bullet.devices.load import kv_capacity_tokens, load_device, served_model
 from bullet.errors import ConfigError
-from bullet.policies import build_policy
+from bullet.policies import build_policy, is_custom
 from bullet.policies.base import Policy
 from bullet.results.bookkeeping import Recorder
 from bullet.results.columns import RunOutcome
