@@ -185,6 +185,8 @@ def goodput(config: Config, policies: Sequence[str] | None = None, *, goal: floa
     names = [base.policy.name] if policies is None else list(policies)
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"policies {','.join(names)!r}: must name each policy once, separated by commas")
+    if base.workload.arrivals == "closed":
+        raise ConfigError("goodput: needs arrivals at a rate: a closed loop (--concurrency) has none")
     axis = TIME_SCALE if base.workload.arrivals == "recorded" else RATE
     prepared = {cell.place[POLICY]: cell.config for cell in checked([Cell({POLICY: name}, with_values(base, {POLICY: name}))
                                                                     for name in names])}
@@ -281,8 +283,8 @@ def capacity(config: Config, policies: Sequence[str] | None = None, *, seeds: in
     """
     require(1 <= overload <= 100, "overload", overload, "1 to 100")
     base = configuration(config)
-    if base.workload.arrivals == "recorded":
-        raise ConfigError("capacity: needs drawn arrivals, not recorded ones")
+    if base.workload.arrivals in ("recorded", "closed"):
+        raise ConfigError(f"capacity: needs arrivals drawn at a rate, not {base.workload.arrivals} ones")
     names = [base.policy.name] if policies is None else list(policies)
     rate = float(f"{overload * estimated_capacity(base):.3g}")
     cells = checked([Cell({POLICY: name, SEED: seed}, with_values(base, {POLICY: name, SEED: seed, RATE: rate}))

@@ -199,5 +199,7 @@ def test_capacity_is_what_an_overloaded_lane_serves(tmp_path: Path) -> None:
     assert other == one
     with pytest.raises(ConfigError, match="recorded"):
         capacity({"workload.arrivals": "recorded"}, cache=tmp_path)
+    with pytest.raises(ConfigError, match="closed loop"):
+        goodput({"workload.arrivals": "closed", "workload.concurrency": 4, "workload.rate_req_per_s": None}, cache=tmp_path)
 
 
