@@ -16,8 +16,8 @@ from bullet.devices.load import load_fitted
 from bullet.errors import ConfigError, ResultsError
 from bullet.profiles.sweeps import read_rows
 
-SMALL = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+SMALL = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
 
 
 @pytest.fixture
