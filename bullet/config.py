@@ -167,7 +167,9 @@ class DeviceConfig:
     ``contention_scale`` multiplies the contention loss,
     ``shared_prefill_share`` is the fraction of shared SMs' time that prefill gets (*assumed* 0.5),
     ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means. ``timing``: ``fit`` (coefficients),
-    ``table`` (measured kernel tables, interpolated: bullet/devices/table.py), or a folder of ``bullet-profile fit``.
+    ``table`` (measured kernel tables, interpolated: bullet/devices/table.py), a folder of ``bullet-profile fit``, or one of
+    ``bullet-profile import`` (``table:FOLDER`` where it holds a fit too). ``table_outside``: beyond what its family's points
+    enclose, a query is refused (``refuse``) or answered by the fit, counted and labelled (``fit``).
 
     Host time that no kernel hides, *assumed* 0: ``host_step_s`` in every step (a prefill cut by layers carries its share),
     ``host_prefill_step_s`` more in one with a prompt, ``host_request_s`` from a request's arrival until the scheduler sees it.
@@ -191,6 +193,7 @@ class DeviceConfig:
     noise_std: float = 0.0
     partition_step_sms: int = 2
     timing: str = "fit"
+    table_outside: str = "refuse"
 
     def __post_init__(self) -> None:
         require(self.tensor_parallel >= 1, "device.tensor_parallel", self.tensor_parallel, "1 or more")
@@ -209,6 +212,7 @@ class DeviceConfig:
         require(0 <= self.noise_std <= 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
         require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")
         require(bool(self.timing), "device.timing (--device-model)", self.timing, "fit, table or a folder of bullet-profile fit")
+        require(self.table_outside in ("refuse", "fit"), "device.table_outside", self.table_outside, "refuse or fit")
 
 
 @dataclass(frozen=True, slots=True)

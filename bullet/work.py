@@ -247,9 +247,10 @@ def head_kernels(model: ModelSpec, logits_seqs: int, tensor_parallel: int = 1) -
                        model.head_bits)]
 
 
-def gemm_shapes(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Columns and inner size of each of the model's GEMMs on one GPU, the LM head's last."""
-    return {k.name: (k.columns, k.k) for k in (*dense_kernels(model, 1), *head_kernels(model, 1)) if k.k}
+def gemm_shapes(model: ModelSpec, tensor_parallel: int = 1) -> dict[str, tuple[int, int]]:
+    """Columns and inner size of each of the model's GEMMs on one GPU (of ``tensor_parallel``), the LM head's last."""
+    kernels = (*dense_kernels(model, 1, tensor_parallel), *head_kernels(model, 1, tensor_parallel))
+    return {k.name: (k.columns, k.k) for k in kernels if k.k}
 
 
 def embedding_bytes(model: ModelSpec, tokens: int) -> float:

@@ -139,7 +139,7 @@ def test_counts_below_the_first_measured_are_refused_too():
                                                 (1e3, "a hundred times what rtx4090's data sheet allows")])
 def test_a_whole_table_in_other_units_is_refused(times, message):
     model, gpu = MODELS["llama-3.1-8b"], GPUS["rtx4090"]
-    shipped = read_tables(PROFILES / gpu.name / model.name / FILE)
+    shipped = read_tables(table_path(PROFILES / gpu.name / model.name))
     check_tables(shipped, model, gpu, "t.parquet")
     other = dataclasses.replace(shipped, dense={name: (n, s * times) for name, (n, s) in shipped.dense.items()})
     with pytest.raises(ProfileError, match=rf"t.parquet: qkv_proj: .* {message}"):
@@ -164,7 +164,7 @@ def test_bad_rows_are_refused_by_name(change, message):
 
 
 def test_the_shipped_tables_give_back_their_own_points():
-    tables = read_tables(PROFILES / "rtx4090" / "llama-3.1-8b" / FILE)
+    tables = read_tables(table_path(PROFILES / "rtx4090" / "llama-3.1-8b"))
     d = load_device(DeviceConfig(gpu="rtx4090", timing="table"))
     for i, j, k, m in ((3, 4, 5, 6), (0, 0, 9, 11), (8, 11, 8, 11), (1, 0, 0, 0), (8, 3, 1, 1)):
         at = [float(axis[x]) for axis, x in zip(tables.axes, (i, j, k, m), strict=True)]

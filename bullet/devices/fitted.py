@@ -234,6 +234,22 @@ class DeviceModel(Device):
         n = self.num_sms
         return self._row(kernels, 0.0).seconds(n, self._rate[n], self._inverse_bandwidth[n])
 
+    def dense_seconds(self, tokens: int) -> float:
+        """All layers' kernels but attention, embedding and all-reduces included, alone on the whole device."""
+        n = self.num_sms
+        return self._num_layers * self._dense_row(tokens).seconds(n, self._rate[n], self._inverse_bandwidth[n])
+
+    def head_seconds(self, seqs: int) -> float:
+        """Final norm and LM head, alone on the whole device."""
+        n = self.num_sms
+        return self._head_row(seqs).seconds(n, self._rate[n], self._inverse_bandwidth[n])
+
+    def attention_seconds(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int) -> float:
+        """All layers' attention, alone on the whole device."""
+        work = self._work(pieces, num_seqs, context_tokens, self._num_layers, 0)
+        return (self.solo_seconds(work, self.num_sms) - work.fixed_s
+                - self.dense_seconds(num_seqs + sum(new for new, _ in pieces)))
+
     def _lines(self, kernels: Callable[[int], Sequence[work_model.KernelWork]]) -> list[tuple[float, ...]]:
         """Each kernel's bytes/s (0: a GEMM), bytes at one token and more with every token, columns, inner size and speed: without
         experts all grow evenly, and need not be described anew for every count."""
