@@ -2,8 +2,8 @@
 
 A publisher's points need not fill a grid: two sweeps of other steps give a union of both. :func:`filled` lays such points on the
 grid of all their counts and fills a hole where measured neighbours stand on both sides of it along an axis, the last axis first:
-what was measured keeps its value to the bit, and a full grid is left as it is. :func:`interpolated` reads between nodes, each axis
-linear; where a corner of the cell lies outside the hull, on the simplex of the others that holds the point, if there is one.
+what was measured keeps its value to the bit, and a full grid is left as it is. :func:`interpolated` reads between nodes, each
+axis linear; where a corner of the cell lies outside the hull, on the simplex of the others that holds the point, if there is one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def filled(grid: Grid, axes: Sequence[Grid]) -> Grid:
     return out
 
 
-def interpolated(grid: Grid, axes: Sequence[Sequence[float]], point: Sequence[float]) -> float:
+def interpolated(grid: Grid, axes: Sequence[Grid], point: Sequence[float]) -> float:
     """The value at a point, linear on every axis; NaN outside the hull. ``axes``: ascending."""
     low: list[int] = []
     shares: list[float] = []

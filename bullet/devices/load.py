@@ -16,7 +16,8 @@ from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.measured import MeasuredDevice, StepProfile
-from bullet.devices.table import FILE, TABLE, TableDevice, check_tables, read_tables
+from bullet.devices.table import TABLE, TableDevice, check_tables, read_tables, table_path, tables_in
+from bullet.devices.table_group import with_all_reduce
 from bullet.devices.table_samples import read_samples
 from bullet.door import is_file
 from bullet.errors import ConfigError
@@ -65,7 +66,8 @@ def kv_capacity_tokens(model: ModelSpec, gpu: GpuSpec, config: DeviceConfig) -> 
 
 def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
     """The device that ``config.timing`` names. ``fit``: :func:`load_fitted`; ``table``: the measured tables themselves; a
-    folder: what ``bullet-profile fit --out FOLDER`` wrote there, a GPU's fit.json or a CPU's steps.json.
+    folder: what ``bullet-profile fit --out FOLDER`` wrote there, a GPU's fit.json or a CPU's steps.json; without either, or as
+    ``table:FOLDER``, the tables that ``bullet-profile import`` wrote.
 
     :class:`ConfigError` where tables, or a folder's numbers, are of another GPU than the configuration's; another model's are
     refused likewise, but for a GPU's fit, which is labelled so.
@@ -73,18 +75,21 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
     if config.timing == "fit":
         return load_fitted(config, cache=cache)
     served_model(config)  # refuses what is wrong
-    if config.kv_dtype == "fp8" and config.timing == "table":
-        raise ConfigError(f"{TABLE}: the tables were measured with KV of 16 bits, not device.kv_dtype (--kv-dtype) = fp8")
     model, gpu = get_model(config.model), get_gpu(config.gpu)
     if config.timing == "table":
-        return _load_tables(config, model, gpu)
+        return _load_tables(config, model, gpu, profile_folder(gpu, model))
+    if config.timing.startswith("table:"):
+        return _load_tables(config, model, gpu, Path(config.timing.removeprefix("table:")))
     folder = Path(config.timing)
     fitted, steps = folder / "fit.json", folder / "steps.json"
+    if not (is_file(fitted, ConfigError) or is_file(steps, ConfigError)) and tables_in(folder):
+        return _load_tables(config, model, gpu, folder)
     if is_file(steps, ConfigError) and not is_file(fitted, ConfigError):
         return _load_steps(steps, config, model, gpu)
     if not is_file(fitted, ConfigError):
         raise ConfigError(f"device.timing (--device-model) = {str(folder)!r}: must be fit, table, or a folder that holds "
-                          "fit.json (steps.json of a CPU): bullet-profile fit SWEEP --out FOLDER makes one")
+                          "fit.json (steps.json of a CPU) or engine tables: bullet-profile fit SWEEP --out FOLDER makes one, "
+                          "bullet-profile import --out FOLDER the other")
     return _fitted(_own_fit(fitted, model, gpu), config, model, gpu, cache)
 
 
@@ -125,24 +130,38 @@ def _fitted(coefficients: DeviceCoefficients, config: DeviceConfig, model: Model
                        cache=cache)
 
 
-def _load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> TableDevice:
-    """An engine's own tables where the profile has them (``engine_tables.parquet``), else its samples of single kernels."""
-    path = profile_folder(gpu, model) / FILE
-    samples, fit = (path.with_name(name) for name in ("samples.parquet", "fit.json"))
-    if not path.is_file() and not (samples.is_file() and fit.is_file()):
-        have = sorted(f"{p.parent.parent.name} with {p.parent.name}" for p in PROFILES.glob("*/*/samples.parquet"))
+def _load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Path) -> TableDevice:
+    """An engine's own tables where the folder has them (``engine_tables.parquet``, a shard's ``engine_tables.tpN.parquet``), else
+    its samples of single kernels."""
+    if config.kv_dtype == "fp8":
+        raise ConfigError(f"{TABLE}: the tables were measured with KV of 16 bits, not device.kv_dtype (--kv-dtype) = fp8")
+    tp = config.tensor_parallel
+    path = table_path(folder, tp)
+    samples, fitted = (folder / name for name in ("samples.parquet", "fit.json"))
+    if not path.is_file() and (degrees := tables_in(folder)):
+        raise ConfigError(f"{TABLE}: no tables for device.tensor_parallel = {tp} in {folder}, there are for "
+                          f"{', '.join(map(str, degrees))}")
+    if not path.is_file() and not (samples.is_file() and fitted.is_file()):
+        have = sorted({f"{p.parent.parent.name} with {p.parent.name}" for name in ("samples.parquet", "engine_tables*.parquet")
+                       for p in PROFILES.glob(f"*/*/{name}")})
         raise ConfigError(f"{TABLE}: no measured tables of {model.name} on {gpu.name} are shipped; there are: "
-                          f"{', '.join(have) or 'none'}")
-    if config.tensor_parallel != 1:
-        raise ConfigError(f"{TABLE}: the tables were measured on one GPU, not device.tensor_parallel = "
-                          f"{config.tensor_parallel}")
+                          f"{', '.join(have) or 'none'}" if config.timing == "table" else
+                          f"{folder}: holds no {path.name}: bullet-profile import FOLDER --out {folder} makes it")
+    if not path.is_file() and tp != 1:
+        raise ConfigError(f"{TABLE}: no tables of shards for device.tensor_parallel = {tp}: those of {folder} are of one GPU")
+    fit: DeviceModel | None = None
+    if tp > 1 or config.table_outside == "fit":
+        fit = _fitted(_own_fit(fitted, model, gpu), config, model, gpu, True) if fitted.is_file() else load_fitted(config)
     if path.is_file():
-        tables = read_tables(path)
+        tables = read_tables(path, model, gpu)
     else:
         path = samples
-        tables = read_samples(samples, model, gpu, DeviceCoefficients.from_json(fit))
+        tables = read_samples(samples, model, gpu, DeviceCoefficients.from_json(fitted))
+    if tp > 1:
+        assert fit is not None
+        tables = with_all_reduce(tables, fit, samples)
     check_tables(tables, model, gpu, str(path))
-    return TableDevice(model, gpu, tables)
+    return TableDevice(model, gpu, tables, outside=fit if config.table_outside == "fit" else None)
 
 
 def _load_steps(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> MeasuredDevice:

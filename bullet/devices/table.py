@@ -17,9 +17,9 @@ ones become one with as many query-key pairs, ``A = sum n (c + n / 2)``: ``kp = 
 negative, a prompt with no past and fewer tokens, ``pc = sqrt(2 A)``.
 
 Interpolation is linear on every axis, inside the hull of each family's own points (:mod:`bullet.devices.grid`): attention of
-prefills alone, of decodes alone, of both; dense kernels; experts. Outside it a query is refused (:class:`ProfileError`), or, if so
-configured, the fit answers for that family and is counted in ``by_fit``. Two holes at the lower rim are filled with the nearest
-measured point and counted in ``clamped``: fewer than 16 computed tokens per decode, and a lone prefill of fewer than 16
+prefills alone, of decodes alone, of both; dense kernels; experts. Outside it a query is refused (:class:`ProfileError`), or, if
+so configured, the fit answers for that family and is counted in ``by_fit``. Two holes at the lower rim are filled with the
+nearest measured point and counted in ``clamped``: fewer than 16 computed tokens per decode, and a lone prefill of fewer than 16
 tokens. Experts touched are those expected under uniform routing, ``E (1 - (1 - k / E)^tokens)``: *assumed*. Tables hold the whole
 device: there is no SM axis and no co-runner.
 """
@@ -92,10 +92,10 @@ class TableWork(NamedTuple):
 
 
 class TableDevice(Device):
-    """One whole GPU, or a group of tensor-parallel ones, as an engine's kernel tables say. ``host_gap_s``: exposed host time, added
-    to every step. ``outside``: what answers where the tables do not; None: they refuse.
+    """One whole GPU, or a group of tensor-parallel ones, as an engine's kernel tables say. ``host_gap_s``: exposed host time,
+    added to every step. ``outside``: what answers where the tables do not; None: they refuse.
 
-    ``clamped`` counts queries in the two holes at the lower rim of the tables, ``by_fit`` those that ``outside`` answered, by family.
+    ``clamped`` counts queries in the two holes at the lower rim of the tables, ``by_fit``, by family, what ``outside`` answered.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, tables: KernelTables, *, host_gap_s: float = 0.0,
@@ -324,12 +324,31 @@ def table_path(folder: Path, tensor_parallel: int = 1) -> Path:
     return folder / (FILE if tensor_parallel == 1 else FILE.replace(".", f".tp{tensor_parallel}.", 1))
 
 
-def read_tables(path: Path) -> KernelTables:
-    """Read a profile's tables; :class:`ProfileError` names the file and what is wrong with it."""
+def layer_sizes(model: ModelSpec) -> str:
+    """What a model's kernels depend on: models that agree in it may share tables."""
+    experts = f", {model.experts_per_token} of {model.num_experts} experts" if model.num_experts else ""
+    return (f"hidden {model.hidden_size}, intermediate {model.intermediate_size}, {model.num_heads} heads, {model.num_kv_heads} "
+            f"KV heads of {model.head_dim}, vocabulary {model.vocab_size}{experts}")
+
+
+def tables_in(folder: Path) -> list[int]:
+    """Degrees of tensor parallelism that a folder has engine tables of."""
+    stem, _, ending = FILE.partition(".")
+    found = (re.fullmatch(rf"{stem}(?:\.tp([0-9]{{1,4}}))?\.{ending}", path.name) for path in folder.glob(f"{stem}*"))
+    return sorted(int(match[1] or 1) for match in found if match)
+
+
+def read_tables(path: Path, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> KernelTables:
+    """Read a profile's tables; :class:`ProfileError` names the file and what is wrong with it: also that they are another model's
+    or GPU's than asked for, where the file says whose they are."""
     table, metadata = read_table(path, "kernel tables")
     absent = [name for name in COLUMNS if name not in table.column_names]
     if absent:
         raise ProfileError(f"{path}: cannot be read as kernel tables (no column {absent[0]!r})")
+    for mine, said, flag in ((gpu and gpu.name, metadata.get("card"), "--gpu"),
+                             (model and layer_sizes(model), metadata.get("layer_sizes"), "--model")):
+        if mine and said and said != mine:
+            raise ProfileError(f"{path}: tables of {said}, not of {mine}: give what was measured as {flag}")
     tables = tables_from_rows(table.to_pylist(), metadata.get("source", str(path)), str(path))
     degree = metadata.get("tensor_parallel", "1")
     if not re.fullmatch("[1-9][0-9]{0,3}", degree):
@@ -346,6 +365,7 @@ def tables_from_rows(rows: Sequence[Mapping[str, Any]], source: str, where: str)
         if not isinstance(seconds, float) or not 0 < seconds < 1:
             raise ProfileError(f"{where}: row {number} ({kernel}): seconds = {seconds!r}: must be between 0 and 1 s")
         found: dict[Any, float]
+        key: tuple[Any, ...]
         if kernel in points:
             key = tuple(row.get(axis) for axis in (ATTENTION_AXES if kernel == "attention" else EXPERT_AXES))
             found = points[kernel]
@@ -357,7 +377,7 @@ def tables_from_rows(rows: Sequence[Mapping[str, Any]], source: str, where: str)
             key, found = (row[axis],), curves[axis].setdefault(kernel, {})
         if any(not isinstance(x, int) or x < 0 for x in key):
             raise ProfileError(f"{where}: row {number} ({kernel}): {key}: must be whole numbers, 0 or more")
-        index = key if kernel in points else key[0]
+        index: Any = key if kernel in points else key[0]
         if index in found:
             raise ProfileError(f"{where}: row {number} ({kernel}): {index} is there twice")
         found[index] = seconds
@@ -405,8 +425,8 @@ def check_tables(tables: KernelTables, model: ModelSpec, gpu: GpuSpec, where: st
         raise ProfileError(f"{where}: {model.name} has latent attention, whose kernels no table of this form holds: use "
                            "--device-model fit")
     if model.window_layers:
-        raise ProfileError(f"{where}: {model.name} has layers that attend to {model.window_tokens} tokens alone: the tables hold one "
-                           "attention: use --device-model fit")
+        raise ProfileError(f"{where}: {model.name} has layers that attend to {model.window_tokens} tokens alone, the tables hold "
+                           "one attention: use --device-model fit")
     sparse = model.num_experts > 0
     for name, there, wanted in ((QK_NORM, QK_NORM in tables.dense, model.qk_norm), (EXPERTS, tables.experts is not None, sparse),
                                 *((name, name in tables.dense, not sparse or model.dense_layers > 0) for name in MLP_KERNELS)):
@@ -432,8 +452,8 @@ def check_tables(tables: KernelTables, model: ModelSpec, gpu: GpuSpec, where: st
         wrong = seconds < (weights - gpu.l2_bytes) / (BYTES_SLACK * gpu.mem_bytes_per_s)
         if wrong.any():
             n, m = (int(i) for i in np.argwhere(wrong)[0])
-            raise ProfileError(f"{where}: {EXPERTS}: {seconds[n, m]:.3g} s on {touched[m]:g} experts is less than {gpu.name}'s data "
-                               f"sheet allows to read their weights: are all values in seconds, and of this GPU?")
+            raise ProfileError(f"{where}: {EXPERTS}: {seconds[n, m]:.3g} s on {touched[m]:g} experts is less than {gpu.name}'s "
+                               "data sheet allows to read their weights: are all values in seconds, and of this GPU?")
 
 
 def _curve(points: Mapping[float, float]) -> Curve:

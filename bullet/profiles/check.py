@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bullet.catalog.gpus import BYTES_SLACK, FLOOR_S, GPUS, PEAK_SLACK, UNIT_FACTOR, GpuSpec, get_gpu
-from bullet.errors import ProfileError
+from bullet.catalog.gpus import BYTES_SLACK, FLOOR_S, GPUS, PEAK_SLACK, UNIT_FACTOR, GpuSpec, get_gpu, plain
+from bullet.errors import ConfigError, ProfileError
 from bullet.profiles.rows import ENGINE_OPS, ENGINE_PHASES, KINDS, SOURCES
 
 A100, A800, H100, RTX4090 = "NVIDIA A100 80GB", "NVIDIA A800 80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"
@@ -20,7 +20,7 @@ DEVICES: Mapping[str, str] = {
     "NVIDIA H200": "h200",
     RTX4090: "rtx4090",
 }
-"""Device names as tables give them -> our GPU. A name that is not here is refused, never guessed."""
+"""Device names as tables give them -> our GPU, beside the catalog's own names. Another is refused, never guessed."""
 LEAST_S = 0.2e-6
 """No kernel is launched and done sooner: a value below is in another unit."""
 SHAPE = ("tokens", "batch", "context_tokens", "decode_seqs", "decode_context_tokens", "columns", "inner", "heads", "kv_heads",
@@ -42,13 +42,19 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 """What a fit reads of an operation's rows; GEMMs that carry a name of the model's need ``tokens`` alone."""
 
 
-def gpu_of(name: str, where: str) -> GpuSpec:
-    """Our GPU for a device name; "simulated <gpu>" is that of the simulator's samples, whose ``source`` says so."""
-    if name.removeprefix("simulated ") in GPUS:
-        return get_gpu(name.removeprefix("simulated "))
-    if name not in DEVICES:
-        raise ProfileError(f"{where}: unknown device {name!r}: known are {', '.join(DEVICES)}")
-    return get_gpu(DEVICES[name])
+def gpu_of(name: str, where: str, card: GpuSpec | None = None) -> GpuSpec:
+    """Our GPU for a device name; "simulated <gpu>" is that of the simulator's samples, whose ``source`` says so. ``card``: one
+    that the user gave, which its own name and aliases mean."""
+    name = name.removeprefix("simulated ")
+    if card is not None and plain(name) in {plain(card.name), *map(plain, card.aliases)}:
+        return card
+    if name in DEVICES:
+        return get_gpu(DEVICES[name])
+    try:
+        return get_gpu(name) if not name.endswith(".toml") else GPUS[name]
+    except (ConfigError, KeyError):
+        raise ProfileError(f"{where}: unknown device {name!r}: known are {', '.join(DEVICES)} and the names of --gpu "
+                           f"({', '.join(GPUS)}); another card's data sheet goes to --gpu CARD.toml") from None
 
 
 def roofline_s(row: Mapping[str, Any], gpu: GpuSpec) -> float:
@@ -61,8 +67,8 @@ def roofline_s(row: Mapping[str, Any], gpu: GpuSpec) -> float:
     return float(max(flops / (gpu.peak_flops * min(1.0, 2 * share)), (moved - gpu.l2_bytes) / gpu.mem_bytes_per_s, 0.0))
 
 
-def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4) -> GpuSpec:
-    """The one GPU that all rows were measured on.
+def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4, card: GpuSpec | None = None) -> GpuSpec:
+    """The one GPU that all rows were measured on (``card``: as for :func:`gpu_of`).
 
     :class:`ProfileError`, naming the row, for: mixed GPUs or sources, a repeated measurement that is not numbered as one, no
     time at all, a count that is absent or negative, a rate above the data sheet's, and a value ``UNIT_FACTOR`` off its
@@ -70,12 +76,12 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4)
     """
     if not rows:
         raise ProfileError("no samples")
-    gpu = gpu_of(str(rows[0]["gpu"]), name_of(rows[0]))
+    gpu = gpu_of(str(rows[0]["gpu"]), name_of(rows[0]), card)
     seen: dict[str, Mapping[str, Any]] = {}
     alike: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     groups: dict[tuple[Any, ...], list[tuple[float, Mapping[str, Any]]]] = {}
     for row in rows:
-        if gpu_of(str(row["gpu"]), name_of(row)) is not gpu:
+        if row["gpu"] != rows[0]["gpu"] and gpu_of(str(row["gpu"]), name_of(row), card) is not gpu:
             raise ProfileError(f"{name_of(row)}: measured on {row['gpu']}, others on {rows[0]['gpu']}: one GPU a table")
         if row["source"] != rows[0]["source"]:
             raise ProfileError(f"{name_of(row)}: source {row['source']!r}, others {rows[0]['source']!r}: one kind a table")

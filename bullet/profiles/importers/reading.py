@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bullet.catalog.models import ModelSpec
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec, model_label
 from bullet.door import read_csv
 from bullet.errors import ProfileError, printable, short
 from bullet.parquet import read_table
@@ -36,9 +37,13 @@ class Origin:
     version: str
     licence: str
     files: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
+    """Where all of them are, for a folder that its publisher's own paths name."""
 
     def upstream(self, path: Path) -> str:
-        """A file's path in its repository, where its name tells."""
+        """A file's path in its repository, where its name or ``place`` tells."""
+        if self.place:
+            return f"{self.place}/{path.name}"
         name = path.name.removesuffix(".gz")
         hardware, _, rest = name.partition("__")
         source, table = rest.partition("__")[0], rest.rpartition("__")[2]
@@ -106,9 +111,12 @@ def text(raw: Mapping[str, Any], name: str, path: Path, index: int) -> str:
     return value
 
 
-def make_row(origin: Origin, path: Path, index: int, gpu: str, seconds: float, columns: Mapping[str, Any]) -> Row:
+def make_row(origin: Origin, path: Path, index: int, gpu: str | GpuSpec, seconds: float, columns: Mapping[str, Any]) -> Row:
     """One imported row: alone, on the whole device. ``order`` is the position in its file."""
-    sms = gpu_of(gpu, f"{path}: row {index}").num_sms
+    if isinstance(gpu, GpuSpec):
+        gpu, sms = gpu.name, gpu.num_sms
+    else:
+        sms = gpu_of(gpu, f"{path}: row {index}").num_sms
     op = columns["op"]
     shape = ",".join(f"{name}={columns[name]:.15g}" for name in SHAPE if columns.get(name) is not None)
     row = {"id": f"{origin.version}|{op}|{shape}", "kind": "solo", "backend": "none", "partition": "none",
@@ -134,17 +142,17 @@ def number_repeats(rows: Sequence[Row], spread: float = REPEAT_SPREAD) -> list[R
 
 
 def gemm_columns(m: int, n: int, k: int, model: ModelSpec) -> dict[str, Any]:
-    """Shape, operations and bytes of a 16-bit GEMM, named after the model's own where it is one of them."""
+    """Shape, operations and bytes of a 16-bit GEMM, named after the model's own on one GPU where it is one of them."""
     named = next((f"gemm_{name}" for name, shape in gemm_shapes(model).items() if shape == (n, k)), None)
-    return {"op": named or "gemm", "model": model.name if named else None, "tokens": m, "columns": n, "inner": k,
+    return {"op": named or "gemm", "model": model_label(model) if named else None, "tokens": m, "columns": n, "inner": k,
             "flops": 2.0 * m * n * k, "bytes": 2.0 * (m * k + k * n + m * n)}
 
 
-def rowwise_columns(name: str, tokens: int, model: ModelSpec) -> dict[str, Any]:
+def rowwise_columns(name: str, tokens: int, model: ModelSpec, tensor_parallel: int = 1) -> dict[str, Any]:
     """The same for a kernel that works on rows one by one."""
     moved = (embedding_bytes(model, 1) if name == "embedding"
-             else next(k.bytes for k in dense_kernels(model, 1) if k.name == name))
-    return {"op": name, "model": model.name, "tokens": tokens, "flops": 0.0, "bytes": tokens * moved}
+             else next(k.bytes for k in dense_kernels(model, 1, tensor_parallel) if k.name == name))
+    return {"op": name, "model": model_label(model), "tokens": tokens, "flops": 0.0, "bytes": tokens * moved}
 
 
 def attention_columns(op: str, batch: int, new: int, context: int, heads: tuple[int, int, int], *, decode_seqs: int = 0,
