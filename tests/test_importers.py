@@ -306,5 +306,5 @@ def test_a_gpu_without_public_tables_and_a_folder_without_them(tmp_path: Path) -
     with pytest.raises(ProfileError, match="no folder kernels/"):
         import_public("h100", tmp_path)
     (tmp_path / "kernels").mkdir()
-    with pytest.raises(ProfileError, match="h200: no public tables are known for it"):
+    with pytest.raises(ProfileError, match="h200: no shipped profile is made of public tables for it"):
         import_public("h200", tmp_path)

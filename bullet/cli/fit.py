@@ -9,12 +9,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from bullet.catalog.gpus import GPUS
+from bullet.catalog.gpus import GPUS, get_gpu
+from bullet.catalog.models import model_label
 from bullet.cli.common import out_folder
 from bullet.errors import ConfigError
 from bullet.files import Claim
 from bullet.profiles.fit import fit_table
-from bullet.profiles.importers import PUBLISHERS, import_samples
+from bullet.profiles.importers import import_samples
+from bullet.profiles.importers.folder import import_folder
 from bullet.profiles.show import listing, shipped_lines, table_lines
 from bullet.profiles.sweeps import DEFAULT_GPU, DEFAULT_MODEL, model_of, named_table
 
@@ -25,6 +27,14 @@ ASKED = {
     "columns": "GEMM of no name: columns of the result", "inner": "and its inner size",
     "num_gpus": "all_reduce: GPUs", "message_bytes": "and bytes of each"}
 """What a look-up may be asked at, with its help."""
+IMPORT_EXAMPLES = """\
+examples:
+  bullet-profile import perf/RTXPRO6000/Qwen/Qwen3-32B/bf16 --out mine    LLMServingSim's profile of one card and model; then
+                                                            bullet-sim run --gpu rtxpro6000 --model qwen3-32b
+                                                            --device-model mine --policy vllm-2048 --set device.tensor_parallel=2
+  bullet-profile import data/h100_sxm --model my/config.json --out mine   AIConfigurator's single kernels; then
+                                                            bullet-profile fit mine/samples.parquet --model my/config.json
+"""
 FIT_EXAMPLES = """\
 examples:
   bullet-profile fit --gpu h100                             fit the shipped table again, print the errors
@@ -43,11 +53,15 @@ examples:
 
 def add_commands(commands: Any) -> None:
     """The three commands of this module, each with its handler."""
-    get = commands.add_parser("import", help="public kernel tables to one table of samples, checked")
-    get.add_argument("--gpu", choices=PUBLISHERS, default=DEFAULT_GPU)
-    get.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
-    get.add_argument("--out", type=out_folder, help="file to write (default profiles/<gpu>/llama-3.1-8b/samples.parquet)")
-    get.add_argument("--replace", action="store_true", help="write over a file that is there")
+    get = commands.add_parser("import", help="a publisher's kernel tables, of any card and model, checked",
+                              formatter_class=argparse.RawDescriptionHelpFormatter, epilog=IMPORT_EXAMPLES)
+    get.add_argument("folder", type=Path, nargs="?", help="a folder as LLMServingSim, AIConfigurator or Vidur lay it out")
+    get.add_argument("--gpu", help="the tables' card: a name or a data sheet CARD.toml (default: as the folder says)")
+    get.add_argument("--model", help="the tables' model: a name or a config.json (default: as the folder says)")
+    get.add_argument("--data", type=Path, help="instead of a folder: one with kernels/, of which the shipped profiles are made")
+    get.add_argument("--out", type=out_folder, help="folder to write to; with --data a file (default "
+                     "profiles/<gpu>/llama-3.1-8b/samples.parquet)")
+    get.add_argument("--replace", action="store_true", help="write over files that are there")
     get.set_defaults(handler=import_)
     fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=FIT_EXAMPLES)
@@ -85,8 +99,20 @@ def say(lines: Iterable[str]) -> None:
 
 
 def import_(args: argparse.Namespace) -> int:
-    """Write ``samples.parquet``."""
-    path, rows = import_samples(args.gpu, args.data, args.out, args.replace)
+    """Write ``samples.parquet``, and the engine tables of a folder that has them."""
+    if args.folder is not None:
+        if args.data is not None or args.out is None:
+            raise ConfigError("import FOLDER: writes to a folder that --out names" if args.out is None else
+                              "--data: has no effect beside a FOLDER")
+        found = import_folder(args.folder, args.out, gpu=args.gpu, model=args.model, replace=args.replace)
+        say([f"{found.gpu.name}, {model_label(found.model)}", *listing(found.rows), *found.notes,
+             *(f"wrote {path}: {path.stat().st_size / 1000:.0f} kB" for path in found.written)])
+        return 0
+    if args.data is None:
+        raise ConfigError("import: needs a publisher's FOLDER, or --data DIR")
+    if args.model is not None:
+        raise ConfigError("--model: the shipped profiles are llama-3.1-8b's; give a publisher's FOLDER")
+    path, rows = import_samples(get_gpu(args.gpu or DEFAULT_GPU).name, args.data, args.out, args.replace)
     say([*listing(rows), f"wrote {path}: {len(rows)} rows, {path.stat().st_size / 1000:.0f} kB"])
     return 0
 

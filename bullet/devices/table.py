@@ -272,6 +272,7 @@ class TableDevice(Device):
     def source(self) -> str:
         """Where seconds are from, and how many queries fell into the holes at the tables' lower rim."""
         parts = [f"table: {self.tables.source}, interpolated", self.tables.beside,
+                 "experts touched as under uniform routing: assumed" if self.tables.experts is not None else "",
                  f"{self.clamped} attention queries below the first point" if self.clamped else "",
                  f"outside the tables: {self.outside.source}" if self.outside is not None else "",
                  ", ".join(f"{count} {family} queries" for family, count in sorted(self.by_fit.items()))]

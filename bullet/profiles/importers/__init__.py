@@ -46,7 +46,8 @@ def import_public(gpu: str, data: Path) -> list[Row]:
     if not kernels.is_dir():
         raise ProfileError(f"{data}: no folder kernels/ with the measured tables there; give it by --data")
     if gpu not in PUBLISHERS:
-        raise ProfileError(f"{gpu}: no public tables are known for it: choose a100-80gb, h100 or rtx4090")
+        raise ProfileError(f"{gpu}: no shipped profile is made of public tables for it: choose {', '.join(PUBLISHERS)}, or "
+                           "import a publisher's folder")
     rows: list[Row] = [row for publisher in PUBLISHERS[gpu] for row in publisher.tables(gpu, kernels, model)]
     check_samples(rows)
     return rows

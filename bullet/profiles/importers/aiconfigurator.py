@@ -1,13 +1,20 @@
-"""ai-dynamo/aiconfigurator: GEMMs, attention and all-reduces of vLLM and SGLang, timed by its collectors. Milliseconds."""
+"""ai-dynamo/aiconfigurator: GEMMs, attention and all-reduces of vLLM and SGLang, timed by its collectors. Milliseconds.
+
+In its repository ``systems/data/<card>/[<kind>/]<framework>/<version>/<table>_perf``, parquet or (earlier) comma-separated
+.txt; copies may have ``<card>__<framework>_<version>__`` before the name. Rows say framework, version and device.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bullet.catalog.models import ModelSpec
+from bullet.catalog.gpus import GpuSpec
+from bullet.catalog.models import ModelSpec, model_label
+from bullet.errors import ProfileError
+from bullet.profiles.check import gpu_of
 from bullet.profiles.importers.reading import (
     Origin,
     all_reduce_columns,
@@ -21,6 +28,7 @@ from bullet.profiles.importers.reading import (
 )
 from bullet.profiles.rows import Row
 from bullet.units import MILLI
+from bullet.work import gemm_shapes
 
 PLACE = "aic-core/src/aiconfigurator_core/systems/data/{hardware}/KIND/{framework}/{version}/{table}"
 ORIGIN = Origin("ai-dynamo/aiconfigurator", "095f58a51c4ca8e61b66ec108d86f223f8d559ce", "", "Apache-2.0", {
@@ -44,6 +52,71 @@ def tables(gpu: str, kernels: Path, model: ModelSpec) -> list[Row]:
         if path("custom_allreduce").is_file():
             rows += read_all_reduce(path("custom_allreduce"))
     return rows
+
+
+READ = ("gemm_perf", "context_attention_perf", "generation_attention_perf", "custom_allreduce_perf")
+"""Tables that are read; others (experts, latent attention, its power) are not."""
+
+
+def found(folder: Path) -> list[Path]:
+    """Tables at or below a folder."""
+    return sorted(path for path in folder.rglob("*_perf.*") if path.suffix in (".parquet", ".txt", ".csv")
+                  and path.stem.rpartition("__")[2] in READ)
+
+
+def cards(tables: Sequence[Path]) -> list[str]:
+    """Devices that their rows name."""
+    return sorted({str(raw["device"]) for path in tables for raw in read_columns(path, ("device",))})
+
+
+def read_found(tables: Sequence[Path], gpu: GpuSpec, model: ModelSpec, commit: str | None, licence: str | None) -> list[Row]:
+    """Rows of a card that bear on a model on one GPU: its GEMMs and the grid's around them, attention of its heads, all-reduces.
+    ``gpu`` stands for whatever device the rows name if it is the only one."""
+    rows: list[Row] = []
+    for path in tables:
+        kind, devices = path.stem.rpartition("__")[2], {str(raw["device"]) for raw in read_columns(path, ("device",))}
+        if len(devices) > 1 or not _is(next(iter(devices)), gpu, len(cards(tables))):
+            continue
+        if kind == "gemm_perf":
+            read = read_gemm(path, model, around({(whole(raw, "n", path, i), whole(raw, "k", path, i))
+                                                  for i, raw in enumerate(read_columns(path, ("n", "k")))}, model))
+        elif kind == "custom_allreduce_perf":
+            read = read_all_reduce(path)
+        else:
+            read = read_attention(path, model)
+        rows += [{**row, "gpu": gpu.name, "sms": gpu.num_sms, "device_sms": gpu.num_sms,
+                  "origin": f"{ORIGIN.repository} {_place(path)} {commit or 'not in the folder'}",
+                  "licence": licence or "not in the folder"} for row in read]
+    return rows
+
+
+def _is(device: str, gpu: GpuSpec, devices: int) -> bool:
+    try:
+        return gpu_of(device, device, gpu) is gpu
+    except ProfileError:
+        return devices == 1
+
+
+def _place(path: Path) -> str:
+    """A table's path from the card on, as far as the folder has it."""
+    parts = path.parts
+    return "/".join(parts[parts.index("data") + 1:] if "data" in parts else parts[-4:])
+
+
+def around(grid: Collection[tuple[int, int]], model: ModelSpec) -> Callable[[int, int, int], bool]:
+    """Whether a GEMM is of the model's shapes, or next to one on the grid of measured columns and inner sizes."""
+    kept: set[tuple[int, int]] = set()
+    for n, k in gemm_shapes(model).values():
+        if (n, k) in grid:
+            kept.add((n, k))
+            continue
+        for size, other in ((n, k), (k, n)):
+            at = 0 if size == n else 1
+            line = sorted({shape[at] for shape in grid if shape[1 - at] == other})
+            near = [max((s for s in line if s < size), default=None), min((s for s in line if s > size), default=None)]
+            if None not in near:
+                kept |= {(s, other) if at == 0 else (other, s) for s in near if s is not None}
+    return lambda m, n, k: (n, k) in kept
 
 
 def llama_gemms(m: int, n: int, k: int) -> bool:
@@ -83,7 +156,7 @@ def read_attention(path: Path, model: ModelSpec) -> list[Row]:
         else:
             columns = attention_columns("decode_attention", batch, 1, past + 1, heads)
         rows.append(make_row(origin, path, i, text(raw, "device", path, i), number(raw, "latency", path, i) * MILLI,
-                             {**columns, "model": model.name}))
+                             {**columns, "model": model_label(model)}))
     return rows
 
 

@@ -1,7 +1,7 @@
 """casys-kaist/LLMServingSim: every kernel of a step, timed inside vLLM. Microseconds.
 
-Its profiler leaves a folder for each card, model and element type, ``<card>/<model>/<variant>``: ``meta.yaml``, and for each degree
-of tensor parallelism ``tpN/`` with the kernels of one shard, measured on one GPU: ``dense.csv``, ``per_sequence.csv``,
+Its profiler leaves a folder for each card, model and element type, ``<card>/<model>/<variant>``: ``meta.yaml``, and for each
+degree of tensor parallelism ``tpN/`` with the kernels of one shard, measured on one GPU: ``dense.csv``, ``per_sequence.csv``,
 ``attention.csv`` (prefill and decodes in one kernel), ``moe.csv`` (tokens by experts touched) and ``skew.csv`` (unequal contexts;
 its times are sums over the runs of a measurement).
 """
@@ -41,7 +41,7 @@ PLACE = "profiler/perf/{hardware}/{model}/{variant}/tp{degree}"
 ORIGIN = Origin(REPOSITORY, COMMIT, "vllm 0.19.0", LICENCE, {
     ".csv": PLACE.format(hardware="{hardware}", model="meta-llama/{source}", variant="bf16", degree=1) + "/{table}"})
 OPS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down", "layernorm": "norm",
-                  "final_layernorm": "norm", "qk_norm": "qk_norm", "rotary_emb": "rope", "act_fn": "act", "embedding": "embedding"}
+       "final_layernorm": "norm", "qk_norm": "qk_norm", "rotary_emb": "rope", "act_fn": "act", "embedding": "embedding"}
 ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 SKEW = ("n", "kv_mean", "kv_big", "t_mean_us", "t_skew_us")
 SKEW_RATIO = 4.0
@@ -100,9 +100,11 @@ def read_meta(path: Path) -> Folder:
         raise ProfileError(f"{where}: measurement_iterations = {runs!r}: must be a whole number from 1")
     sizes = {key: int(found) for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
              if re.fullmatch("[0-9]{1,9}", found := value(key, ""))}
-    degrees = sorted(int(p.parent.name[2:]) for p in path.glob("tp*/dense.csv") if re.fullmatch("tp[1-9][0-9]{0,3}", p.parent.name))
-    return Folder(path, value("gpu"), value("hardware"), value("model"), value("vllm_version"), value("variant", "bf16"), int(runs),
-                  value("profiled_at", "at an unknown time"), value("enforce_eager", "false") == "true", tuple(degrees), sizes)
+    degrees = sorted(int(p.parent.name[2:]) for p in path.glob("tp*/dense.csv")
+                     if re.fullmatch("tp[1-9][0-9]{0,3}", p.parent.name))
+    return Folder(path, value("gpu"), value("hardware"), value("model"), value("vllm_version"), value("variant", "bf16"),
+                  int(runs), value("profiled_at", "at an unknown time"), value("enforce_eager", "false") == "true",
+                  tuple(degrees), sizes)
 
 
 def check_model(folder: Folder, model: ModelSpec) -> None:
@@ -219,8 +221,8 @@ def skew_rows(path: Path, runs: int) -> list[dict[str, Any]]:
     rows = []
     for i, raw in enumerate(read_columns(path, ("regime", "nb", "skew", "pc", *SKEW))):
         if raw["regime"] == "pure" and raw["nb"] == "1" and raw["pc"] == "0" and number(raw, "skew", path, i) == SKEW_RATIO:
-            rows.append({ours: number(raw, theirs, path, i) * MICRO / runs if theirs.startswith("t_") else whole(raw, theirs, path, i)
-                         for ours, theirs in zip(SKEW_COLUMNS, SKEW, strict=True)})
+            rows.append({ours: (number(raw, theirs, path, i) * MICRO / runs if theirs.startswith("t_")
+                                else whole(raw, theirs, path, i)) for ours, theirs in zip(SKEW_COLUMNS, SKEW, strict=True)})
     return rows
 
 

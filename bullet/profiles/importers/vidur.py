@@ -1,12 +1,18 @@
-"""microsoft/vidur: GEMMs and elementwise kernels of Llama-3-8B, and all-reduces. Milliseconds."""
+"""microsoft/vidur: GEMMs and elementwise kernels of a model, and all-reduces. Milliseconds.
+
+In its repository ``data/profiling/compute/<card>/<model>/mlp.csv`` and ``network/<card>_<topology>/all_reduce.csv``; copies
+may be named ``<card>__<model>__mlp`` and ``<card>_<topology>__all_reduce``. Rows say neither card nor model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.errors import ProfileError
-from bullet.profiles.check import A100, H100
+from bullet.profiles.check import A100, H100, gpu_of
 from bullet.profiles.importers.reading import (
     Origin,
     all_reduce_columns,
@@ -38,7 +44,58 @@ def tables(gpu: str, kernels: Path, model: ModelSpec) -> list[Row]:
     return rows + read_all_reduce(folder / f"{hardware}_dgx__all_reduce.parquet", name)
 
 
-def read_mlp(path: Path, gpu: str, model: ModelSpec) -> list[Row]:
+def found(folder: Path) -> list[Path]:
+    """Tables at or below a folder."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".parquet", ".csv")
+                  and path.stem.rpartition("__")[2] in ("mlp", "all_reduce"))
+
+
+def _card(path: Path) -> str:
+    """The card's part of a table's path."""
+    name = path.stem.partition("__")[0] if "__" in path.stem else ""
+    if not name:
+        parts = path.parts
+        name = parts[parts.index("compute") + 1] if "compute" in parts else path.parent.name
+    return name.partition("_")[0]
+
+
+def cards(tables: Sequence[Path]) -> list[str]:
+    """Cards that the paths name."""
+    return sorted({_card(path) for path in tables})
+
+
+def models(tables: Sequence[Path]) -> list[str]:
+    """Models that the paths name."""
+    return sorted({path.stem.split("__")[1] if "__" in path.stem else path.parent.name
+                   for path in tables if path.stem.rpartition("__")[2] == "mlp"})
+
+
+def read_found(tables: Sequence[Path], gpu: GpuSpec, model: ModelSpec, commit: str | None, licence: str | None) -> list[Row]:
+    """Rows of a card and model, on one GPU; ``gpu`` stands for whatever card the paths name if it is the only one."""
+    rows: list[Row] = []
+    several = len(models(tables)) > 1
+    for path in tables:
+        if len(cards(tables)) > 1 and gpu_of(_card(path), str(path), gpu) is not gpu:
+            continue
+        if path.stem.rpartition("__")[2] == "mlp":
+            if several and not _has_shapes(path, model):
+                continue
+            read = read_mlp(path, gpu, model)
+        else:
+            read = read_all_reduce(path, gpu)
+        where = "/".join(path.parts[-4:])
+        rows += [{**row, "origin": f"{ORIGIN.repository} {where} {commit or 'not in the folder'}",
+                  "licence": licence or "not in the folder"} for row in read]
+    return rows
+
+
+def _has_shapes(path: Path, model: ModelSpec) -> bool:
+    raw = read_columns(path, ("n_embd", "n_head", "n_expanded_embd"))[0]
+    return [whole(raw, name, path, 0) for name in ("n_embd", "n_head", "n_expanded_embd")] == [
+        model.hidden_size, model.num_heads, model.intermediate_size]
+
+
+def read_mlp(path: Path, gpu: str | GpuSpec, model: ModelSpec) -> list[Row]:
     """``mlp.csv``: one row a token count; TP 1."""
     rows = []
     shapes = gemm_shapes(model)
@@ -57,7 +114,7 @@ def read_mlp(path: Path, gpu: str, model: ModelSpec) -> list[Row]:
     return number_repeats(rows)
 
 
-def read_all_reduce(path: Path, gpu: str) -> list[Row]:
+def read_all_reduce(path: Path, gpu: str | GpuSpec) -> list[Row]:
     """``all_reduce.csv``: bytes; all GPUs of one node."""
     rows = []
     needed = ("time_stats.all_reduce.median", "num_workers", "size", "devices_per_node")
