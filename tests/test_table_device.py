@@ -14,13 +14,13 @@ from bullet.devices import PROFILES
 from bullet.devices.load import load_device
 from bullet.devices.table import (
     ATTENTION_AXES,
-    FILE,
     HEAD_KERNELS,
     LAYER_KERNELS,
     ONCE_KERNELS,
     TableDevice,
     check_tables,
     read_tables,
+    table_path,
     tables_from_rows,
 )
 from bullet.errors import ConfigError, ProfileError

@@ -141,7 +141,7 @@ def test_a_run_says_where_its_seconds_are_from_and_ends_where_tables_do(tmp_path
         return sim(["run", "--gpu", "a100-80gb", "--device-model", "table", "--policy", "vllm-1024", "--no-report", *flags])
 
     assert run("--num-requests", "5", "--rate", "1", "--out", str(tmp_path / "a")) == 0
-    assert "from the fit: LM head, attention to earlier chunks" in capsys.readouterr().out
+    assert "from the fit: LM head, attention to earlier chunks" in " ".join(capsys.readouterr().out.split())
     assert run("--set", "workload.trace='azure-conv'", "--rate", "40", "--num-requests", "600", "--out", str(tmp_path / "b")) == 2
     error = capsys.readouterr().err.strip()
     assert "lies outside what was measured" in error.splitlines()[-1]
