@@ -328,7 +328,7 @@ def test_balance_of_a_popped_batch(steps: list[float], queue: list[tuple[float, 
         done = np.cumsum([t / P[i] for _, t, _ in sorted(queue)])
         ratios = [(4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done, strict=True)]
         worst.append(max(p90(np.array(ratios)), p90(np.array([(4.0 - f + table.step[i]) / g for f, g in running]))))
-    ttft = PoppedBatch(p.queue, p.queue.sort(s, 4.0, 0), 4.0)
+    ttft = PoppedBatch(p.queue.sort(s, 4.0, 0), 4.0)
     found = p._set_balanced(StepForecast(table, (1, 1, 1)), p.tpot.ratio(s, 4.0), ttft)
     assert worst[found] == pytest.approx(min(worst))
     assert all(w > worst[found] - 1e-9 for w in worst[:found])
@@ -489,7 +489,7 @@ def test_hand_over_shares_the_tail() -> None:
 
 
 def ranks(p: Bullet, s: SystemState, now: float) -> list[int]:
-    return [s.queue[int(i)].id for i in p.queue.sort(s, now, 5).order]
+    return [r.id for r in p.queue.sort(s, now, 5)]
 
 
 def test_least_latency_first_ties_by_arrival() -> None:

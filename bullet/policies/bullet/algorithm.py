@@ -141,7 +141,7 @@ class Bullet:
         else:
             # Otherwise satisfied = P90 over Q as it is before the pop, re-estimated after the sort.
             ranked = self.queue.sort(state, now_s, present)
-            ttft, deadline_s, share = PoppedBatch(self.queue, ranked, now_s), math.inf, 1.0
+            ttft, deadline_s, share = PoppedBatch(ranked, now_s), math.inf, 1.0
             margin_s = ttft.margin(present)
             popped = self.queue.pop(state, ranked, present if seqs else self.full)
             if not popped:  # the head does not fit: only decode can free its blocks, and gets all SMs to do so
@@ -280,7 +280,7 @@ class Bullet:
             return tpot_ratio(step.at(index))
 
         def ttft_decides(index: int) -> bool:
-            return ttft.ratio(index) >= tpot(index)
+            return ttft.reaches(tpot(index), index)
 
         # The cap on the next step holds here too where any split can meet it: P90 says nothing of one long step.
         capped = step.first_within(self.tpot_slo_s, self.floor, self.full - 1) if self.cap_next_step else None
@@ -289,7 +289,7 @@ class Bullet:
             return first
         crossing = first + bisect_left(range(first, self.full - 1), True, key=ttft_decides)
         left = crossing - 1
-        if max(ttft.ratio(crossing), tpot(crossing)) < tpot(left):
+        if tpot(crossing) < tpot(left) and not ttft.reaches(tpot(left), crossing):
             return crossing
         # Left of the crossing decode decides, and more SMs may not help it at all: the largest p of equals.
         return first + bisect_left(range(first, left), True, key=lambda i: step.at(i) <= step.at(left))

@@ -12,25 +12,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate, compress
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bullet.estimators.base import Estimator
-from bullet.policies.bullet.queue import Ranked, ServiceOrder
+from bullet.policies.bullet.longqueue import LongRanked
+from bullet.policies.bullet.queue import Ranked, ServiceOrder, p90
 from bullet.state import DECODE, DecodeBatch, PrefillBatch, Request, SystemState
-
-
-def p90(values: NDArray[np.float64]) -> float:
-    """Nearest-rank P90; 0 for none (an empty set meets any objective)."""
-    n = len(values)
-    if n == 0:
-        return 0.0
-    index = n - n // 10 - 1  # ceil(0.9 n) - 1
-    return float(np.partition(values, index)[index])
-
 
 # -------------------------------------------------------------------------------------------------- TTFT
 
@@ -44,8 +34,8 @@ class TtftForecast(Protocol):
     def met(self, first: int, last: int) -> NDArray[np.bool_]:
         """Whether TTFT is met under splits ``first`` .. ``last - 1``."""
 
-    def ratio(self, index: int) -> float:
-        """P90(ttft / SLO) over P and Q."""
+    def reaches(self, ratio: float, index: int) -> bool:
+        """Whether P90(ttft / SLO) over P and Q is ``ratio`` or more."""
 
 
 class RunningBatch:
@@ -73,49 +63,33 @@ class RunningBatch:
         met: NDArray[np.bool_] = self.flying_s + self.share * seconds <= self.batch.deadline_s - self.now_s
         return met
 
-    def ratio(self, index: int) -> float:
+    def reaches(self, ratio: float, index: int) -> bool:
         now_s, left_s = self.now_s, self.left(index)
-        ratios = np.array([(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in self.batch.requests
-                           if r.first_token_s is None])
+        own = [(now_s - r.arrival_s + left_s) / r.ttft_slo_s for r in self.batch.requests if r.first_token_s is None]
         if self.state.queue.requests:
-            ranked = self.queue.last_sorted(self.state, now_s)
-            ratios = np.concatenate((ratios, _queue_ratios(self.queue, ranked, now_s, index, left_s)))
-        return p90(ratios)
+            return self.queue.last_sorted(self.state, now_s).reaches(ratio, index, now_s, left_s, own)
+        return p90(np.array(own)) >= ratio
 
 
 class PoppedBatch:
     """P is popped just now: P90 over Q as it was before the pop. Slower prefill never helps, so bisect."""
 
-    __slots__ = ("now_s", "queue", "ranked")
+    __slots__ = ("now_s", "ranked")
 
-    def __init__(self, queue: ServiceOrder, ranked: Ranked, now_s: float) -> None:
-        self.queue, self.ranked, self.now_s = queue, ranked, now_s
+    def __init__(self, ranked: Ranked | LongRanked, now_s: float) -> None:
+        self.ranked, self.now_s = ranked, now_s
 
     def margin(self, index: int) -> float:
-        ranked = self.ranked
-        correction = self.queue.estimator.prefill_correction(index)
-        ends_s = accumulate(self.queue.alone(ranked.tokens, index))
-        slacks = [arrival_s + slo_s - end_s * correction for arrival_s, slo_s, end_s
-                  in zip(ranked.arrival_s, ranked.ttft_slo_s, ends_s, strict=True)]
-        if ranked.counts is not None:
-            slacks = list(compress(slacks, ranked.counts))
-        return (sorted(slacks)[len(slacks) // 10] if slacks else math.inf) - self.now_s
+        return self.ranked.margin(index, self.now_s)
 
     def met(self, first: int, last: int) -> NDArray[np.bool_]:
         splits = range(first, last)
-        met: NDArray[np.bool_] = np.arange(len(splits)) < bisect_left(splits, True, key=lambda i: self.margin(i) < 0)
+        missed = bisect_left(splits, True, key=lambda i: self.ranked.missed(i, self.now_s))
+        met: NDArray[np.bool_] = np.arange(len(splits)) < missed
         return met
 
-    def ratio(self, index: int) -> float:
-        return p90(_queue_ratios(self.queue, self.ranked, self.now_s, index, 0.0))
-
-
-def _queue_ratios(queue: ServiceOrder, ranked: Ranked, now_s: float, index: int, ahead_s: float) -> NDArray[np.float64]:
-    """TTFT / SLO of everything in Q under one split, served after ``ahead_s`` seconds."""
-    rows, arrival_s, ttft_slo_s = queue.arrays(ranked)
-    ends = np.cumsum(queue.table[rows, index]) * queue.estimator.prefill_correction(index)
-    ratios: NDArray[np.float64] = (now_s + ahead_s + ends - arrival_s) / ttft_slo_s
-    return ratios if ranked.counts is None else ratios[ranked.counts]
+    def reaches(self, ratio: float, index: int) -> bool:
+        return self.ranked.reaches(ratio, index, self.now_s, 0.0)
 
 
 # -------------------------------------------------------------------------------------------------- TPOT

@@ -6,31 +6,71 @@ Where the paper is silent the reading is one of ``OPTIONS`` in algorithm.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bullet.estimators.base import Estimator
+from bullet.policies.bullet.longqueue import LONG, LongQueue, LongRanked
 from bullet.policies.twolane import fits
 from bullet.state import PREFILL, PrefillStep, Request, SplitTable, SystemState
+
+
+def p90(values: NDArray[np.float64]) -> float:
+    """Nearest-rank P90; 0 for none (an empty set meets any objective)."""
+    n = len(values)
+    if n == 0:
+        return 0.0
+    index = n - n // 10 - 1  # ceil(0.9 n) - 1
+    return float(np.partition(values, index)[index])
 
 
 @dataclass(slots=True, eq=False)
 class Ranked:
     """Q in order of service: columns in that order. ``counts``: who has a TTFT left to miss (``None``: all)."""
 
+    own: ServiceOrder
     version: int  # the queue's, when it was sorted
-    order: list[int]  # positions in the queue
+    requests: list[Request]
     tokens: list[int]
     arrival_s: list[float]
     ttft_slo_s: list[float]
     counts: list[bool] | None
     #: Rows of ``ServiceOrder.table``, arrivals and SLOs, once they are asked for.
     arrays: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    def margin(self, index: int, now_s: float) -> float:
+        """P90 over Q: seconds to spare for TTFT under one split."""
+        correction = self.own.estimator.prefill_correction(index)
+        ends_s = accumulate(self.own.alone(self.tokens, index))
+        slacks = [arrival_s + slo_s - end_s * correction for arrival_s, slo_s, end_s
+                  in zip(self.arrival_s, self.ttft_slo_s, ends_s, strict=True)]
+        if self.counts is not None:
+            slacks = list(compress(slacks, self.counts))
+        return (sorted(slacks)[len(slacks) // 10] if slacks else math.inf) - now_s
+
+    def missed(self, index: int, now_s: float) -> bool:
+        """Whether that is negative."""
+        return self.margin(index, now_s) < 0
+
+    def reaches(self, ratio: float, index: int, now_s: float, ahead_s: float, others: Sequence[float] = ()) -> bool:
+        """Whether P90 of TTFT / SLO over Q, served after ``ahead_s`` seconds, and ``others`` is ``ratio`` or more."""
+        if self.arrays is None:  # in order of service: for a search over splits, which a long queue makes dear
+            self.arrays = (np.array([self.own.row_for(length) for length in self.tokens]), np.array(self.arrival_s),
+                           np.array(self.ttft_slo_s))
+        rows, arrival_s, ttft_slo_s = self.arrays
+        ends = np.cumsum(self.own.table[rows, index]) * self.own.estimator.prefill_correction(index)
+        ratios = (now_s + ahead_s + ends - arrival_s) / ttft_slo_s
+        if self.counts is not None:
+            ratios = ratios[self.counts]
+        return p90(np.concatenate((others, ratios)) if len(others) else ratios) >= ratio
 
 
 class ServiceOrder:
@@ -40,26 +80,35 @@ class ServiceOrder:
         self.estimator, self.options, self.index_of = estimator, options, index_of
         self.num_sms, self.full = splits.num_sms, splits.full
         # Kept for speed: the same values would be computed anew.
-        self._ranked: Ranked | None = None  # Q as last sorted
+        self._ranked: Ranked | LongRanked | None = None  # Q as last sorted
         self._largest: tuple[int, int] | None = None  # queue version, blocks of the longest prompt
         self._alone_s: list[dict[int, float]] = [{} for _ in range(self.full + 1)]  # on a split, by prompt length
         #: Uncorrected seconds of a prompt alone over all splits, a row for each length that :meth:`arrays` met.
         self.table = np.empty((256, self.full + 1))
         self._row_of: dict[int, int] = {}  # prompt length -> row
+        self.long, self.long_from = LongQueue(self), LONG
 
-    def sort(self, state: SystemState, now_s: float, index: int) -> Ranked:
-        """Q by least estimated latency under one split, with the readings of ``OPTIONS``.
+    def sort(self, state: SystemState, now_s: float, index: int) -> Ranked | LongRanked:
+        """Q by least estimated latency under one split, with the readings of ``OPTIONS``."""
+        queue = state.queue
+        waiting, ranked = len(queue.requests), None
+        # By ``normalised`` the order is another one at each instant, and where prefixes are shared so are the lengths.
+        if waiting >= self.long_from and self.options["order"] != "normalised" and not state.kv.sharing:
+            ahead_s = self._ahead(state, now_s, index) if self.long.repairs else 0.0
+            ranked = self.long.sort(queue, now_s, index, ahead_s)
+        elif 2 * waiting < self.long_from and self.long.queue is not None:
+            self.long.drop()
+        self._ranked = self._sort(state, now_s, index) if ranked is None else ranked
+        return self._ranked
 
-        On plain lists: queues are mostly short, and then each numpy call costs more than the whole sort.
-        """
+    def _sort(self, state: SystemState, now_s: float, index: int) -> Ranked:
+        """On plain lists: queues are mostly short, and then each numpy call costs more than the whole sort."""
         queue = state.queue
         requests = queue.requests
         if len(requests) == 1:
             (first,) = requests
-            counts = None if first.first_token_s is None else [False]
-            self._ranked = Ranked(queue.version, [0], [state.kv.fresh(first)], [first.arrival_s],
-                                  [first.ttft_slo_s], counts)
-            return self._ranked
+            return Ranked(self, queue.version, [first], [state.kv.fresh(first)], [first.arrival_s], [first.ttft_slo_s],
+                          None if first.first_token_s is None else [False])
         # Preempted requests stand at the front. Their first token is out, so that only TPOT is at stake: they go first.
         started = 0
         while started < len(requests) and requests[started].first_token_s is not None:
@@ -78,11 +127,16 @@ class ServiceOrder:
                 slack = [math.inf] * started + [slo_s - waited_s - ahead_s for slo_s, waited_s
                                                 in zip(ttft_slo_s[started:], waited[started:], strict=True)]
                 order = self._repair(order, own, slack)
-        self._ranked = Ranked(queue.version, order, [tokens[i] for i in order], [arrival_s[i] for i in order],
-                              [ttft_slo_s[i] for i in order], [i >= started for i in order] if started else None)
-        return self._ranked
+        return Ranked(self, queue.version, [requests[i] for i in order], [tokens[i] for i in order],
+                      [arrival_s[i] for i in order], [ttft_slo_s[i] for i in order],
+                      [i >= started for i in order] if started else None)
 
-    def last_sorted(self, state: SystemState, now_s: float) -> Ranked:
+    def written_out(self, version: int, requests: list[Request], started: int) -> Ranked:
+        """Requests in order of service, of which the first ``started`` have their first token."""
+        return Ranked(self, version, requests, [r.known_tokens for r in requests], [r.arrival_s for r in requests],
+                      [r.ttft_slo_s for r in requests], [i >= started for i in range(len(requests))] if started else None)
+
+    def last_sorted(self, state: SystemState, now_s: float) -> Ranked | LongRanked:
         """Q as last sorted, sorted anew if it has changed since."""
         if self._ranked is not None and self._ranked.version == state.queue.version:
             return self._ranked
@@ -127,7 +181,7 @@ class ServiceOrder:
             if to is not None:
                 order.insert(to, order.pop(at))
 
-    def pop(self, state: SystemState, ranked: Ranked, index: int) -> list[Request]:
+    def pop(self, state: SystemState, ranked: Ranked | LongRanked, index: int) -> list[Request]:
         """The head of Q, and more while a layer's flops per byte stay under the ridge point and whole prompts fit.
 
         The ridge point is that of ``index``, the present split: which one follows depends on the batch itself.
@@ -137,8 +191,7 @@ class ServiceOrder:
         blocks = 0
         kv = state.kv
         pinned: set[tuple[int, int]] = set()
-        for i in ranked.order:
-            request = state.queue.requests[i]
+        for request in ranked:
             cost = kv.blocks_to_admit(request, pinned)
             if not fits(state, cost, blocks):
                 break
@@ -153,10 +206,11 @@ class ServiceOrder:
         """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
         queue, kv = state.queue, state.kv
         if self._largest is None or self._largest[0] != queue.version:
-            self._largest = (queue.version, kv.blocks_for(max(queue.known_tokens)))
+            longest = self.long.longest_tokens(queue) or max(queue.known_tokens)
+            self._largest = (queue.version, kv.blocks_for(longest))
         if kv.free_blocks > self._largest[1] * (1 + len(popped)) + state.decode_seqs * kv.block_units:
             return False  # whichever is the head, it fits
-        head = queue.requests[self.last_sorted(state, now_s).order[len(popped)]]
+        head = next(islice(self.last_sorted(state, now_s), len(popped), None))
         pinned: set[tuple[int, int]] = set()
         taken = sum([kv.blocks_to_admit(r, pinned) for r in popped])
         return not fits(state, kv.blocks_to_admit(head, pinned), taken)
@@ -188,14 +242,17 @@ class ServiceOrder:
                 known[length] = self.estimator.prefill_base_at((length,), index)
         return [known[length] for length in lengths]
 
-    def arrays(self, ranked: Ranked) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-        """Rows of ``table``, arrivals and SLOs, in order of service: for a search over splits, which a long queue makes dear."""
-        if ranked.arrays is None:
-            ranked.arrays = (np.array([self._row_for(length) for length in ranked.tokens]), np.array(ranked.arrival_s),
-                             np.array(ranked.ttft_slo_s))
-        return ranked.arrays
+    def alone_at(self, length: int, index: int) -> float:
+        """The same of one prompt."""
+        seconds = self._alone_s[index].get(length)
+        return self.alone([length], index)[0] if seconds is None else seconds
 
-    def _row_for(self, length: int) -> int:
+    @property
+    def lengths(self) -> int:
+        """Rows of ``table`` that are filled in."""
+        return len(self._row_of)
+
+    def row_for(self, length: int) -> int:
         """Row of ``table`` for a prompt length; a new one is filled in."""
         row = self._row_of.get(length)
         if row is None:

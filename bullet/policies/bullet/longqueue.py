@@ -1,0 +1,577 @@
+"""Q in order of service where it is long: the same order and the same answers, at a cost that hardly grows with its length.
+
+queue.py sorts Q anew and sums it up at each decision, which is the quickest way for up to some hundred requests. In a burst of
+100,000 it is not. Here the order is kept and repaired:
+
+- Sections: requests in time by (seconds on the present split, arrival), late ones by arrival, overdue ones by arrival. Time
+  moves a request on when it is due (two heaps of due times); arrivals and pops are followed by the queue's list of changes.
+  Another split may be another order, as seconds do not rise with every token: those in time are sorted anew.
+- The repair concerns the head alone: who would be in time by arrival stands within the work that the largest slack allows, and
+  can be moved nowhere but there. So the head is written out and repaired as ever, by the same sums.
+- An order statistic over Q (P90 of slack or of TTFT / SLO): sections are cut into blocks that know their work and the extremes
+  of their columns, which bound each block's values. The few blocks whose bounds straddle the answer are computed.
+
+Sums by blocks round otherwise than a sum from the head does. So every answer has a bound on that error, and a test that
+falls within it is made by queue.py's own sum: branches are the same to the bit. The margin that is published is off by less
+than the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet.state import Request, WaitingQueue
+
+if TYPE_CHECKING:
+    from bullet.policies.bullet.queue import Ranked, ServiceOrder
+
+LONG = 512
+"""From this length on Q is kept in sections; below twice less they are dropped."""
+BLOCK = 256
+MANY = 1024
+"""So many requests due at once are sorted anew with all others."""
+ULP = 2.0**-53
+_DEADLINE, _ARRIVAL, _SLO, _TOKENS = range(4)
+
+Floats = NDArray[np.float64]
+Key = Any
+"""Of a section: the place in the queue, or (seconds, place)."""
+
+
+class Block:
+    """Neighbours in a section: columns deadline, arrival, SLO and tokens (shape (4, n)), and rows of the table of seconds."""
+
+    __slots__ = ("columns", "keys", "requests", "rows")
+
+    def __init__(self, keys: list[Key], requests: list[Request], columns: Floats, rows: NDArray[np.intp]) -> None:
+        self.keys, self.requests, self.columns, self.rows = keys, requests, columns, rows
+
+    def extremes(self) -> tuple[Floats, Floats]:
+        """Least and most of each column."""
+        return self.columns.min(axis=1), self.columns.max(axis=1)
+
+    def without(self, ids: set[int]) -> Block:
+        """Those that are not among ``ids``."""
+        kept = [i for i, request in enumerate(self.requests) if request.id not in ids]
+        return Block([self.keys[i] for i in kept], [self.requests[i] for i in kept], self.columns[:, kept], self.rows[kept])
+
+
+class Section:
+    """Requests in the order of their keys, in blocks; arrays over blocks for bounds."""
+
+    def __init__(self, own: ServiceOrder) -> None:
+        self.own = own
+        self.fill([])
+
+    def make(self, keys: list[Key], requests: list[Request]) -> Block:
+        """A block of these."""
+        columns = np.array([(r.arrival_s + r.ttft_slo_s, r.arrival_s, r.ttft_slo_s, r.known_tokens) for r in requests]).T
+        rows = np.array([self.own.row_for(r.known_tokens) for r in requests], dtype=np.intp)
+        return Block(keys, requests, columns.reshape(4, len(requests)), rows)
+
+    def fill(self, entries: list[tuple[Key, Request]]) -> None:
+        """Hold these instead, which are sorted."""
+        parts = [entries[i : i + BLOCK] for i in range(0, len(entries), BLOCK)]
+        self._hold([self.make([key for key, _ in part], [request for _, request in part]) for part in parts])
+
+    def _hold(self, blocks: list[Block]) -> None:
+        self.blocks = blocks
+        self.lasts = [block.keys[-1] for block in blocks]
+        self.extremes = np.empty((2, 4, len(blocks)))
+        self.counts = np.empty(len(blocks))
+        self._sums = np.full((self.own.full + 1, len(blocks)), math.nan)
+        for b in range(len(blocks)):
+            self._changed(b)
+
+    def turn(self, index: int) -> None:
+        """Sort by seconds on another split."""
+        if not self.blocks:
+            return
+        requests = [request for block in self.blocks for request in block.requests]
+        columns = np.concatenate([block.columns for block in self.blocks], axis=1)
+        rows = np.concatenate([block.rows for block in self.blocks])
+        seconds = self.own.table[rows, index]
+        order = np.lexsort((np.array([request.place for request in requests]), seconds))
+        columns, rows, seconds = columns[:, order], rows[order], seconds[order]
+        requests = [requests[i] for i in order.tolist()]
+        keys = [(s, r.place) for s, r in zip(seconds.tolist(), requests, strict=True)]
+        self._hold([Block(keys[i : i + BLOCK], requests[i : i + BLOCK], columns[:, i : i + BLOCK], rows[i : i + BLOCK])
+                    for i in range(0, len(keys), BLOCK)])
+
+    def _changed(self, b: int) -> None:
+        block = self.blocks[b]
+        self.extremes[:, :, b] = block.extremes()
+        self.counts[b] = len(block.keys)
+        self._sums[:, b] = math.nan
+
+    def sums(self, index: int) -> Floats:
+        """Uncorrected seconds of each block under one split."""
+        sums: Floats = self._sums[index]
+        for b in np.flatnonzero(np.isnan(sums)):
+            sums[b] = self.own.table[self.blocks[b].rows, index].sum()
+        return sums
+
+    def find(self, key: Key) -> int:
+        """The block that holds, or would take, a key."""
+        b = bisect_left(self.lasts, key)
+        return b if b < len(self.lasts) else b - 1
+
+    def add(self, key: Key, request: Request) -> None:
+        """Enter one request."""
+        if not self.blocks:
+            self.fill([(key, request)])
+            return
+        b = self.find(key)
+        block, new = self.blocks[b], self.make([key], [request])
+        at = bisect_left(block.keys, key)
+        block.keys.insert(at, key)
+        block.requests.insert(at, request)
+        block.columns = np.concatenate((block.columns[:, :at], new.columns, block.columns[:, at:]), axis=1)
+        block.rows = np.concatenate((block.rows[:at], new.rows, block.rows[at:]))
+        if len(block.keys) > 2 * BLOCK:
+            right = Block(block.keys[BLOCK:], block.requests[BLOCK:], block.columns[:, BLOCK:].copy(), block.rows[BLOCK:].copy())
+            left = Block(block.keys[:BLOCK], block.requests[:BLOCK], block.columns[:, :BLOCK].copy(), block.rows[:BLOCK].copy())
+            self.blocks[b : b + 1] = left, right
+            self.lasts[b : b + 1] = left.keys[-1], right.keys[-1]
+            self.extremes = np.insert(self.extremes, b, 0.0, axis=2)
+            self.counts, self._sums = np.insert(self.counts, b, 0.0), np.insert(self._sums, b, math.nan, axis=1)
+            self._changed(b + 1)
+        else:
+            self.lasts[b] = block.keys[-1]
+        self._changed(b)
+
+    def remove(self, key: Key) -> None:
+        """Take one request out."""
+        b = self.find(key)
+        block = self.blocks[b]
+        at = bisect_left(block.keys, key)
+        assert block.keys[at] == key, f"{key} is not where it should be"
+        del block.keys[at], block.requests[at]
+        if not block.keys:
+            del self.blocks[b], self.lasts[b]
+            self.extremes, self.counts = np.delete(self.extremes, b, axis=2), np.delete(self.counts, b)
+            self._sums = np.delete(self._sums, b, axis=1)
+            return
+        if at == 0:
+            block.columns, block.rows = block.columns[:, 1:], block.rows[1:]
+        else:
+            block.columns = np.concatenate((block.columns[:, :at], block.columns[:, at + 1 :]), axis=1)
+            block.rows = np.concatenate((block.rows[:at], block.rows[at + 1 :]))
+        self.lasts[b] = block.keys[-1]
+        self._changed(b)
+
+
+class LongQueue:
+    """Keeps Q's order of service. ``sort`` answers ``None`` where it cannot: then queue.py sorts."""
+
+    def __init__(self, own: ServiceOrder) -> None:
+        self.own, options = own, own.options
+        self.by_arrival: bool = options["order"] == "fcfs"
+        self.late_first: bool = options["late_first"]
+        self.patience: float = options["late_patience"]
+        self.repairs: bool = options["repair"] and options["order"] == "least"
+        self.index = own.full  # the split that those in time are sorted for
+        self._close: dict[int, tuple[int, bool]] = {}
+        self.drop()
+
+    def drop(self) -> None:
+        """Q is short again."""
+        self.queue: WaitingQueue | None = None
+        self.timely, self.late, self.overdue = Section(self.own), Section(self.own), Section(self.own)
+        self.where: dict[int, tuple[Section, int]] = {}  # with its place: a request may have come back since, to another
+        self.version, self.now_s, self.regular = 0, -math.inf, True
+        self._late_at: list[tuple[float, int, Request]] = []
+        self._overdue_at: list[tuple[float, int, Request]] = []
+        self._filed = 0
+
+    # ---- following the queue ---------------------------------------------------------------------
+
+    def sort(self, queue: WaitingQueue, now_s: float, index: int, ahead_s: float) -> LongRanked | None:
+        """As :meth:`ServiceOrder.sort`. ``ahead_s``: seconds until P is done."""
+        if self.queue is not queue or not self.regular or now_s < self.now_s or not self._catch_up(queue):
+            self._rebuild(queue, now_s)
+        else:
+            self._age(queue, now_s)
+        self.now_s = now_s
+        if not self.regular or (self.timely.blocks and self._too_close(index)):
+            return None
+        if index != self.index:
+            self.index = index
+            self.timely.turn(index)
+        front = list(self._front(queue))
+        head = front
+        if self.repairs and self.timely.blocks:
+            head = self._repaired(queue, front, now_s, index, ahead_s)
+        return LongRanked(self, queue, front, head, now_s)
+
+    def _catch_up(self, queue: WaitingQueue) -> bool:
+        """Follow the changes since; whether that went."""
+        behind = queue.version - self.version
+        if not 0 <= behind <= len(queue.changes):
+            return False
+        for i in range(-behind, 0):
+            self._follow(*queue.changes[i])
+        self.version = queue.version
+        return self.regular
+
+    def longest_tokens(self, queue: WaitingQueue) -> int | None:
+        """Of the longest known prompt; ``None`` if this queue is not followed."""
+        if self.queue is not queue or not self.regular or not self._catch_up(queue):
+            return None
+        longest = max((r.known_tokens for r in self._front(queue)), default=0)
+        for section in self.sections():
+            if section.blocks:
+                longest = max(longest, int(section.extremes[1, _TOKENS].max()))
+        return longest
+
+    def sections(self) -> tuple[Section, ...]:
+        """In order of service."""
+        if self.late_first:
+            return self.late, self.timely
+        return self.overdue, self.timely, self.late
+
+    @staticmethod
+    def _front(queue: WaitingQueue) -> Iterator[Request]:
+        """Preempted requests, whose first token is out."""
+        for request in queue.requests:
+            if request.first_token_s is None:
+                return
+            yield request
+
+    def _rebuild(self, queue: WaitingQueue, now_s: float) -> None:
+        started = sum(1 for _ in self._front(queue))
+        rest = queue.requests[started:]
+        self.drop()
+        self.queue, self.version = queue, queue.version
+        self.regular = all(r.first_token_s is None and 0 < r.ttft_slo_s < math.inf for r in rest)
+        if not self.regular:
+            return
+        entries: dict[Section, list[tuple[Key, Request]]] = {self.timely: [], self.late: [], self.overdue: []}
+        for request in rest:
+            section = self._section(request, now_s)
+            key = self.key(section, request.place, request)
+            entries[section].append((key, request))
+            self.where[request.id] = section, request.place
+            self._expect(section, request, heap=False)
+        for section, found in entries.items():
+            section.fill(sorted(found, key=_first))
+        heapify(self._late_at)
+        heapify(self._overdue_at)
+
+    def _too_close(self, index: int) -> bool:
+        """Whether some prompts' seconds differ by so little that the online correction may round them to one."""
+        lengths = self.own.lengths
+        known = self._close.get(index)
+        if known is None or known[0] != lengths:
+            seconds = np.sort(self.own.table[:lengths, index])
+            gaps = np.diff(seconds)
+            known = self._close[index] = lengths, bool(((gaps > 0) & (gaps <= 16 * ULP * seconds[1:])).any())
+        return known[1]
+
+    def _section(self, request: Request, now_s: float) -> Section:
+        waited_s = now_s - request.arrival_s
+        if self.by_arrival:
+            return self.late
+        if not waited_s > request.ttft_slo_s:
+            return self.timely
+        if not self.late_first and waited_s > self.patience * request.ttft_slo_s:
+            return self.overdue
+        return self.late
+
+    def key(self, section: Section, place: int, request: Request) -> Key:
+        """Where it stands in a section."""
+        if section is self.timely:
+            return float(self.own.table[self.own.row_for(request.prompt_tokens), self.index]), place
+        return place
+
+    def _expect(self, section: Section, request: Request, heap: bool = True) -> None:
+        """File a request under the time when it moves on, about."""
+        due, at_s = self._late_at, request.arrival_s + request.ttft_slo_s
+        if section is self.late:
+            due, at_s = self._overdue_at, request.arrival_s + self.patience * request.ttft_slo_s
+            if self.late_first or self.by_arrival:
+                return
+        elif section is self.overdue:
+            return
+        self._filed += 1
+        entry = (at_s, self._filed, request)
+        if heap:
+            heappush(due, entry)
+        else:
+            due.append(entry)
+
+    def _follow(self, request: Request, how: int) -> None:
+        if how == 1:
+            if request.first_token_s is not None or not 0 < request.ttft_slo_s < math.inf:
+                self.regular = False
+                return
+            self._enter(self.late if self.by_arrival else self.timely, request)
+        elif how == -1:
+            found = self.where.pop(request.id, None)
+            if found is not None:
+                found[0].remove(self.key(*found, request))
+        elif how == 2 or request.first_token_s is None:
+            self.regular = False
+
+    def _enter(self, section: Section, request: Request) -> None:
+        section.add(self.key(section, request.place, request), request)
+        self.where[request.id] = section, request.place
+        self._expect(section, request)
+
+    def _age(self, queue: WaitingQueue, now_s: float) -> None:
+        """Requests move on that are late, or overdue, by now."""
+        moving: list[Request] = []
+        for due, section in ((self._late_at, self.timely), (self._overdue_at, self.late)):
+            keep: list[tuple[float, int, Request]] = []
+            while due and due[0][0] <= now_s + 1e-9 * (1.0 + abs(now_s)):
+                entry = heappop(due)
+                request = entry[2]
+                found = self.where.get(request.id)
+                if found is None or found[0] is not section:
+                    continue  # it is gone
+                if self._section(request, now_s) is section:
+                    keep.append(entry)
+                else:
+                    moving.append(request)
+            for entry in keep:
+                heappush(due, entry)
+        if len(moving) > MANY:
+            self._rebuild(queue, now_s)
+            return
+        for request in moving:
+            section, place = self.where[request.id]
+            section.remove(self.key(section, place, request))
+            self._enter(self._section(request, now_s), request)
+
+    # ---- the repair ------------------------------------------------------------------------------
+
+    def _base(self, front: list[Request]) -> Iterator[Request]:
+        yield from front
+        for section in self.sections():
+            for block in section.blocks:
+                yield from block.requests
+
+    def _repaired(self, queue: WaitingQueue, front: list[Request], now_s: float, index: int, ahead_s: float) -> list[Request]:
+        """The head of Q after the repair (see :meth:`ServiceOrder._repair`), as far as the repair may change it."""
+        own = self.own
+        correction = own.estimator.prefill_correction(index)
+        most_s = float(self.timely.extremes[1, _DEADLINE].max()) - now_s - ahead_s
+        most_s += 1e-9 * (1.0 + abs(now_s) + abs(most_s))
+        candidates: list[tuple[Request, float, float]] = []  # in time by arrival, in its order; slack and own seconds
+        end_s, started = 0.0, len(front)
+        for i, request in enumerate(queue.requests):
+            own_s = own.alone_at(request.known_tokens, index) * correction
+            end_s += own_s
+            if end_s > most_s:
+                break
+            if i >= started:
+                slack_s = request.ttft_slo_s - (now_s - request.arrival_s) - ahead_s
+                if end_s <= slack_s:
+                    candidates.append((request, slack_s, own_s))
+        if not candidates:
+            return front
+        reach_s = max(slack_s for _, slack_s, _ in candidates)
+        reach_s += 1e-9 * (1.0 + abs(reach_s))
+        order: list[Request] = []
+        seconds: list[float] = []
+        ends: list[float] = []
+        end_s = 0.0
+        for request in self._base(front):
+            own_s = own.alone_at(request.known_tokens, index) * correction
+            end_s += own_s
+            if end_s > reach_s and len(order) >= started:
+                break
+            order.append(request)
+            seconds.append(own_s)
+            ends.append(end_s)
+        within = {request.id for request in order}
+        for request, slack_s, own_s in candidates:
+            at = order.index(request) if request.id in within else len(order) + 1  # or further back
+            if at < len(order) and not ends[at] > slack_s:
+                continue
+            to = _last_place(ends, at, own_s, slack_s)
+            if to is None:
+                continue
+            if at < len(order):
+                del order[at], seconds[at], ends[at]
+            order.insert(to, request)
+            seconds.insert(to, own_s)
+            ends.insert(to, 0.0)
+            within.add(request.id)
+            end_s = ends[to - 1] if to else 0.0
+            for i in range(to, len(order)):
+                end_s = ends[i] = end_s + seconds[i]
+        return order
+
+
+def _last_place(ends: list[float], at: int, own_s: float, slack_s: float) -> int | None:
+    """The last place before ``at`` where a request of ``own_s`` seconds ends in time; ends ascend, so bisect."""
+    def late(to: int) -> bool:
+        return (ends[to - 1] if to else 0.0) + own_s > slack_s
+
+    fitting = bisect_left(range(at), True, key=late)
+    return fitting - 1 if fitting else None
+
+
+def _first(entry: tuple[Key, Request]) -> Key:
+    return entry[0]
+
+
+class LongRanked:
+    """Q in order of service: its head written out, then sections without those of the head. Good until the next sort."""
+
+    def __init__(self, kept: LongQueue, queue: WaitingQueue, front: list[Request], head: list[Request], now_s: float) -> None:
+        self.kept, self.own, self.queue, self.version = kept, kept.own, queue, queue.version
+        self.front, self.head = front, head
+        self.counted = len(queue.requests) - len(front)
+        self.sections = kept.sections()
+        self._inside = {request.id for request in head}
+        self._blocks: list[Block] | None = None
+        self._exact: Ranked | None = None
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of service."""
+        inside = self._inside
+        yield from self.head
+        for section in self.sections:
+            for block in section.blocks:
+                for request in block.requests:
+                    if request.id not in inside:
+                        yield request
+
+    def exact(self) -> Ranked:
+        """The same, written out."""
+        if self._exact is None:
+            self._exact = self.own.written_out(self.version, list(self), len(self.front))
+        return self._exact
+
+    # ---- order statistics ------------------------------------------------------------------------
+
+    def _prepare(self) -> list[Block]:
+        """Blocks in order of service; those that lost requests to the head are made anew, and noted."""
+        if self._blocks is None:
+            rest = self.head[len(self.front) :]
+            blocks = [self.sections[0].make([], rest)] if rest else []
+            places = {0: blocks[0]} if rest else {}
+            held = [(*self.kept.where[r.id], r) for r in rest]
+            touched = {(id(section), section.find(self.kept.key(section, place, r))) for section, place, r in held}
+            for section in self.sections:
+                for b, block in enumerate(section.blocks):
+                    if touched and (id(section), b) in touched:
+                        block = places[len(blocks)] = block.without(self._inside)
+                    blocks.append(block)
+            self._blocks, self._places, self._offset = blocks, places, 1 if rest else 0
+            pad = self._offset
+            self._extremes = np.concatenate([np.zeros((2, 4, pad)), *(s.extremes for s in self.sections)], axis=2)
+            self._counts = np.concatenate([np.zeros(pad), *(s.counts for s in self.sections)])
+            for b, block in places.items():
+                self._counts[b] = len(block.requests)
+                if block.requests:
+                    self._extremes[:, :, b] = block.extremes()
+        return self._blocks
+
+    def _starts(self, index: int) -> tuple[Floats, Floats, float]:
+        """When each block's turn comes and when it ends, uncorrected seconds; and a bound on their rounding, relative to all."""
+        table = self.own.table
+        sums = np.concatenate([np.zeros(self._offset), *(s.sums(index) for s in self.sections)])
+        for b, block in self._places.items():
+            sums[b] = table[block.rows, index].sum()
+        first_s = float(sum(table[self.own.row_for(r.known_tokens), index] for r in self.front))
+        ends = first_s + np.cumsum(sums)
+        starts = np.concatenate(([first_s], ends[:-1]))
+        return starts, ends, (4 * len(self.queue.requests) + 64) * ULP * (float(ends[-1]) if len(ends) else first_s)
+
+    def _ends_within(self, b: int, index: int, start_s: float) -> Floats:
+        ends: Floats = start_s + np.cumsum(self.own.table[self._prepare()[b].rows, index])
+        return ends
+
+    def missed(self, index: int, now_s: float) -> bool:
+        """Whether P90 of TTFT misses its SLO under one split."""
+        return self._margin(index, now_s, value=False) < 0
+
+    def margin(self, index: int, now_s: float) -> float:
+        """Seconds to spare under one split, P90."""
+        return self._margin(index, now_s, value=True)
+
+    def _margin(self, index: int, now_s: float, value: bool) -> float:
+        """Seconds to spare; its sign is right, its size too if a ``value`` is asked for."""
+        if not self.counted:
+            return math.inf
+        blocks = self._prepare()
+        correction = self.own.estimator.prefill_correction(index)
+        starts, ends, error = self._starts(index)
+        deadlines = self._extremes[:, _DEADLINE]
+        error = error * correction + 8 * ULP * (abs(now_s) + float(np.abs(deadlines).max()))
+        low, high = deadlines[0] - ends * correction - error, deadlines[1] - starts * correction + error
+
+        def within(b: int) -> Floats:
+            slacks: Floats = blocks[b].columns[_DEADLINE] - self._ends_within(b, index, float(starts[b])) * correction
+            return slacks
+
+        found = _statistic(self._counts, low, high, self.counted // 10, within, None if value else now_s)
+        margin_s = found - now_s
+        return self.exact().margin(index, now_s) if abs(margin_s) <= 2 * error else margin_s
+
+    def reaches(self, ratio: float, index: int, now_s: float, ahead_s: float, others: Sequence[float] = ()) -> bool:
+        """Whether P90 of TTFT / SLO over Q, served after ``ahead_s`` seconds, and ``others`` is ``ratio`` or more."""
+        blocks = self._prepare()
+        correction = self.own.estimator.prefill_correction(index)
+        starts, ends, error = self._starts(index)
+        (_, first, least, _), (_, last, most, _) = self._extremes
+        here_s = now_s + ahead_s
+        error = error * correction + 8 * ULP * (abs(here_s) + abs(now_s))
+        low, high = here_s + starts * correction - last - error, here_s + ends * correction - first + error
+        low, high = np.minimum(low / least, low / most), np.maximum(high / least, high / most)
+        n = self.counted + len(others)
+        if not n:
+            return ratio <= 0.0
+
+        def within(b: int) -> Floats:
+            if b >= len(blocks):
+                return np.array([others[b - len(blocks)]])
+            _, arrival_s, slo_s, _ = blocks[b].columns
+            ratios: Floats = (here_s + self._ends_within(b, index, float(starts[b])) * correction - arrival_s) / slo_s
+            return ratios
+
+        counts = self._counts
+        if len(others):
+            counts = np.concatenate((counts, np.ones(len(others))))
+            low, high = np.concatenate((low, others)), np.concatenate((high, others))
+        found = _statistic(counts, low, high, n - n // 10 - 1, within, ratio)
+        shortest = least[self._counts > 0]
+        error = 2 * error / float(shortest.min()) if len(shortest) else 0.0
+        if abs(found - ratio) <= error + 8 * ULP * (abs(found) + abs(ratio)):
+            return self.exact().reaches(ratio, index, now_s, ahead_s, others)
+        return found >= ratio
+
+
+def _statistic(counts: Floats, low: Floats, high: Floats, k: int, within: Any, against: float | None) -> float:
+    """The k-th smallest (from 0) of all values. Block b has ``counts[b]``, between ``low[b]`` and ``high[b]``; ``within(b)`` are
+    these. With ``against``: any value on the same side of it, if the bounds tell the side.
+    """
+    held = np.flatnonzero(counts)
+    if len(held) < len(counts):
+        part = within
+        counts, low, high, within = counts[held], low[held], high[held], lambda b: part(int(held[b]))
+    least, most = _bound(counts, low, k), _bound(counts, high, k)
+    if against is not None:
+        if least > against:
+            return least
+        if most < against:
+            return most
+    below = high < least
+    k -= int(counts[below].sum())
+    values = np.concatenate([within(int(b)) for b in np.flatnonzero(~below & (low <= most))])
+    return float(np.partition(values, k)[k])
+
+
+def _bound(counts: Floats, values: Floats, k: int) -> float:
+    order = values.argsort()
+    return float(values[order[np.cumsum(counts[order]).searchsorted(k, side="right")]])
