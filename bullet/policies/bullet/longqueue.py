@@ -288,7 +288,8 @@ class LongQueue:
     def key(self, section: Section, place: int, request: Request) -> Key:
         """Where it stands in a section."""
         if section is self.timely:
-            return float(self.own.table[self.own.row_for(request.prompt_tokens), self.index]), place
+            row = self.own.row_for(request.prompt_tokens)  # first: it may make the table anew
+            return float(self.own.table[row, self.index]), place
         return place
 
     def _expect(self, section: Section, request: Request, heap: bool = True) -> None:
@@ -430,10 +431,12 @@ class LongRanked:
     def __init__(self, kept: LongQueue, queue: WaitingQueue, front: list[Request], head: list[Request], now_s: float) -> None:
         self.kept, self.own, self.queue, self.version = kept, kept.own, queue, queue.version
         self.front, self.head = front, head
-        self.counted = len(queue.requests) - len(front)
+        self._waiting = len(queue.requests)
+        self.counted = self._waiting - len(front)
         self.sections = kept.sections()
         self._inside = {request.id for request in head}
         self._blocks: list[Block] | None = None
+        self._turns: dict[int, tuple[Floats, Floats, float]] = {}
         self._exact: Ranked | None = None
 
     def __iter__(self) -> Iterator[Request]:
@@ -478,15 +481,20 @@ class LongRanked:
         return self._blocks
 
     def _starts(self, index: int) -> tuple[Floats, Floats, float]:
-        """When each block's turn comes and when it ends, uncorrected seconds; and a bound on their rounding, relative to all."""
+        """When each block's turn comes and when it ends, uncorrected seconds; and a bound on their rounding."""
+        if index in self._turns:
+            return self._turns[index]
+        front_rows = [self.own.row_for(r.known_tokens) for r in self.front]
         table = self.own.table
         sums = np.concatenate([np.zeros(self._offset), *(s.sums(index) for s in self.sections)])
         for b, block in self._places.items():
             sums[b] = table[block.rows, index].sum()
-        first_s = float(sum(table[self.own.row_for(r.known_tokens), index] for r in self.front))
+        first_s = float(table[front_rows, index].sum()) if front_rows else 0.0
         ends = first_s + np.cumsum(sums)
         starts = np.concatenate(([first_s], ends[:-1]))
-        return starts, ends, (4 * len(self.queue.requests) + 64) * ULP * (float(ends[-1]) if len(ends) else first_s)
+        error = (4 * self._waiting + 64) * ULP * (float(ends[-1]) if len(ends) else first_s)
+        self._turns[index] = starts, ends, error
+        return starts, ends, error
 
     def _ends_within(self, b: int, index: int, start_s: float) -> Floats:
         ends: Floats = start_s + np.cumsum(self.own.table[self._prepare()[b].rows, index])
@@ -545,6 +553,8 @@ class LongRanked:
             counts = np.concatenate((counts, np.ones(len(others))))
             low, high = np.concatenate((low, others)), np.concatenate((high, others))
         found = _statistic(counts, low, high, n - n // 10 - 1, within, ratio)
+        if math.isinf(found):
+            return found > 0
         shortest = least[self._counts > 0]
         error = 2 * error / float(shortest.min()) if len(shortest) else 0.0
         if abs(found - ratio) <= error + 8 * ULP * (abs(found) + abs(ratio)):
@@ -554,18 +564,18 @@ class LongRanked:
 
 def _statistic(counts: Floats, low: Floats, high: Floats, k: int, within: Any, against: float | None) -> float:
     """The k-th smallest (from 0) of all values. Block b has ``counts[b]``, between ``low[b]`` and ``high[b]``; ``within(b)`` are
-    these. With ``against``: any value on the same side of it, if the bounds tell the side.
+    these. With ``against``: plus or minus infinity if the bounds alone tell on which side of it the value is.
     """
     held = np.flatnonzero(counts)
     if len(held) < len(counts):
         part = within
         counts, low, high, within = counts[held], low[held], high[held], lambda b: part(int(held[b]))
-    least, most = _bound(counts, low, k), _bound(counts, high, k)
     if against is not None:
-        if least > against:
-            return least
-        if most < against:
-            return most
+        if float(counts[~(low > against)].sum()) <= k:
+            return math.inf
+        if float(counts[high < against].sum()) > k:
+            return -math.inf
+    least, most = _bound(counts, low, k), _bound(counts, high, k)
     below = high < least
     k -= int(counts[below].sum())
     values = np.concatenate([within(int(b)) for b in np.flatnonzero(~below & (low <= most))])
