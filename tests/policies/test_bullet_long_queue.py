@@ -14,7 +14,7 @@ from bullet.catalog.models import get_model
 from bullet.config import resolve_slo
 from bullet.devices.load import load_device
 from bullet.policies import build_policy
-from bullet.policies.bullet import Bullet, longqueue
+from bullet.policies.bullet import Bullet, longqueue, sections
 from bullet.sim.run import simulate
 from bullet.state import SplitTable
 from bullet.workload import Workload
@@ -72,7 +72,7 @@ def decisions_agree(config: Any, workload: Workload) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(16))
 def test_decisions_are_those_of_sorting_each_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks; all readings that the kept order knows; a KV cache so small that decodes are preempted."""
-    monkeypatch.setattr(longqueue, "BLOCK", 4)
+    monkeypatch.setattr(sections, "BLOCK", 4)
     monkeypatch.setattr(longqueue, "MANY", 8 if seed % 2 else 1024)
     options: dict[str, Any] = [{}, {"late_first": True}, {"order": "fcfs"}, {"late_patience": 2.0}, {"repair": False}][seed % 5]
     config = worlds.config("bullet" if seed % 7 else "bullet-literal", policy__options=options, seed=seed,

@@ -22,156 +22,24 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bullet.policies.bullet.sections import DEADLINE, TOKENS, Block, Floats, Key, Owner, Section, Written
 from bullet.state import Request, WaitingQueue
 
-if TYPE_CHECKING:
-    from bullet.policies.bullet.queue import Ranked, ServiceOrder
-
 LONG = 512
-"""From this length on Q is kept in sections; below twice less they are dropped."""
-BLOCK = 256
+"""From this length on Q is kept in sections; below half of it they are dropped."""
 MANY = 1024
 """So many requests due at once are sorted anew with all others."""
 ULP = 2.0**-53
-_DEADLINE, _ARRIVAL, _SLO, _TOKENS = range(4)
-
-Floats = NDArray[np.float64]
-Key = Any
-"""Of a section: the place in the queue, or (seconds, place)."""
-
-
-class Block:
-    """Neighbours in a section: columns deadline, arrival, SLO and tokens (shape (4, n)), and rows of the table of seconds."""
-
-    __slots__ = ("columns", "keys", "requests", "rows")
-
-    def __init__(self, keys: list[Key], requests: list[Request], columns: Floats, rows: NDArray[np.intp]) -> None:
-        self.keys, self.requests, self.columns, self.rows = keys, requests, columns, rows
-
-    def extremes(self) -> tuple[Floats, Floats]:
-        """Least and most of each column."""
-        return self.columns.min(axis=1), self.columns.max(axis=1)
-
-    def without(self, ids: set[int]) -> Block:
-        """Those that are not among ``ids``."""
-        kept = [i for i, request in enumerate(self.requests) if request.id not in ids]
-        return Block([self.keys[i] for i in kept], [self.requests[i] for i in kept], self.columns[:, kept], self.rows[kept])
-
-
-class Section:
-    """Requests in the order of their keys, in blocks; arrays over blocks for bounds."""
-
-    def __init__(self, own: ServiceOrder) -> None:
-        self.own = own
-        self.fill([])
-
-    def make(self, keys: list[Key], requests: list[Request]) -> Block:
-        """A block of these."""
-        columns = np.array([(r.arrival_s + r.ttft_slo_s, r.arrival_s, r.ttft_slo_s, r.known_tokens) for r in requests]).T
-        rows = np.array([self.own.row_for(r.known_tokens) for r in requests], dtype=np.intp)
-        return Block(keys, requests, columns.reshape(4, len(requests)), rows)
-
-    def fill(self, entries: list[tuple[Key, Request]]) -> None:
-        """Hold these instead, which are sorted."""
-        parts = [entries[i : i + BLOCK] for i in range(0, len(entries), BLOCK)]
-        self._hold([self.make([key for key, _ in part], [request for _, request in part]) for part in parts])
-
-    def _hold(self, blocks: list[Block]) -> None:
-        self.blocks = blocks
-        self.lasts = [block.keys[-1] for block in blocks]
-        self.extremes = np.empty((2, 4, len(blocks)))
-        self.counts = np.empty(len(blocks))
-        self._sums = np.full((self.own.full + 1, len(blocks)), math.nan)
-        for b in range(len(blocks)):
-            self._changed(b)
-
-    def turn(self, index: int) -> None:
-        """Sort by seconds on another split."""
-        if not self.blocks:
-            return
-        requests = [request for block in self.blocks for request in block.requests]
-        columns = np.concatenate([block.columns for block in self.blocks], axis=1)
-        rows = np.concatenate([block.rows for block in self.blocks])
-        seconds = self.own.table[rows, index]
-        order = np.lexsort((np.array([request.place for request in requests]), seconds))
-        columns, rows, seconds = columns[:, order], rows[order], seconds[order]
-        requests = [requests[i] for i in order.tolist()]
-        keys = [(s, r.place) for s, r in zip(seconds.tolist(), requests, strict=True)]
-        self._hold([Block(keys[i : i + BLOCK], requests[i : i + BLOCK], columns[:, i : i + BLOCK], rows[i : i + BLOCK])
-                    for i in range(0, len(keys), BLOCK)])
-
-    def _changed(self, b: int) -> None:
-        block = self.blocks[b]
-        self.extremes[:, :, b] = block.extremes()
-        self.counts[b] = len(block.keys)
-        self._sums[:, b] = math.nan
-
-    def sums(self, index: int) -> Floats:
-        """Uncorrected seconds of each block under one split."""
-        sums: Floats = self._sums[index]
-        for b in np.flatnonzero(np.isnan(sums)):
-            sums[b] = self.own.table[self.blocks[b].rows, index].sum()
-        return sums
-
-    def find(self, key: Key) -> int:
-        """The block that holds, or would take, a key."""
-        b = bisect_left(self.lasts, key)
-        return b if b < len(self.lasts) else b - 1
-
-    def add(self, key: Key, request: Request) -> None:
-        """Enter one request."""
-        if not self.blocks:
-            self.fill([(key, request)])
-            return
-        b = self.find(key)
-        block, new = self.blocks[b], self.make([key], [request])
-        at = bisect_left(block.keys, key)
-        block.keys.insert(at, key)
-        block.requests.insert(at, request)
-        block.columns = np.concatenate((block.columns[:, :at], new.columns, block.columns[:, at:]), axis=1)
-        block.rows = np.concatenate((block.rows[:at], new.rows, block.rows[at:]))
-        if len(block.keys) > 2 * BLOCK:
-            right = Block(block.keys[BLOCK:], block.requests[BLOCK:], block.columns[:, BLOCK:].copy(), block.rows[BLOCK:].copy())
-            left = Block(block.keys[:BLOCK], block.requests[:BLOCK], block.columns[:, :BLOCK].copy(), block.rows[:BLOCK].copy())
-            self.blocks[b : b + 1] = left, right
-            self.lasts[b : b + 1] = left.keys[-1], right.keys[-1]
-            self.extremes = np.insert(self.extremes, b, 0.0, axis=2)
-            self.counts, self._sums = np.insert(self.counts, b, 0.0), np.insert(self._sums, b, math.nan, axis=1)
-            self._changed(b + 1)
-        else:
-            self.lasts[b] = block.keys[-1]
-        self._changed(b)
-
-    def remove(self, key: Key) -> None:
-        """Take one request out."""
-        b = self.find(key)
-        block = self.blocks[b]
-        at = bisect_left(block.keys, key)
-        assert block.keys[at] == key, f"{key} is not where it should be"
-        del block.keys[at], block.requests[at]
-        if not block.keys:
-            del self.blocks[b], self.lasts[b]
-            self.extremes, self.counts = np.delete(self.extremes, b, axis=2), np.delete(self.counts, b)
-            self._sums = np.delete(self._sums, b, axis=1)
-            return
-        if at == 0:
-            block.columns, block.rows = block.columns[:, 1:], block.rows[1:]
-        else:
-            block.columns = np.concatenate((block.columns[:, :at], block.columns[:, at + 1 :]), axis=1)
-            block.rows = np.concatenate((block.rows[:at], block.rows[at + 1 :]))
-        self.lasts[b] = block.keys[-1]
-        self._changed(b)
 
 
 class LongQueue:
     """Keeps Q's order of service. ``sort`` answers ``None`` where it cannot: then queue.py sorts."""
 
-    def __init__(self, own: ServiceOrder) -> None:
+    def __init__(self, own: Owner) -> None:
         self.own, options = own, own.options
         self.by_arrival: bool = options["order"] == "fcfs"
         self.late_first: bool = options["late_first"]
@@ -228,7 +96,7 @@ class LongQueue:
         longest = max((r.known_tokens for r in self._front(queue)), default=0)
         for section in self.sections():
             if section.blocks:
-                longest = max(longest, int(section.extremes[1, _TOKENS].max()))
+                longest = max(longest, int(section.extremes[1, TOKENS].max()))
         return longest
 
     def sections(self) -> tuple[Section, ...]:
@@ -363,7 +231,7 @@ class LongQueue:
         """The head of Q after the repair (see :meth:`ServiceOrder._repair`), as far as the repair may change it."""
         own = self.own
         correction = own.estimator.prefill_correction(index)
-        most_s = float(self.timely.extremes[1, _DEADLINE].max()) - now_s - ahead_s
+        most_s = float(self.timely.extremes[1, DEADLINE].max()) - now_s - ahead_s
         most_s += 1e-9 * (1.0 + abs(now_s) + abs(most_s))
         candidates: list[tuple[Request, float, float]] = []  # in time by arrival, in its order; slack and own seconds
         end_s, started = 0.0, len(front)
@@ -437,7 +305,8 @@ class LongRanked:
         self._inside = {request.id for request in head}
         self._blocks: list[Block] | None = None
         self._turns: dict[int, tuple[Floats, Floats, float]] = {}
-        self._exact: Ranked | None = None
+        self._least: dict[int, tuple[float, float, int, float]] = {}  # see reaches
+        self._exact: Written | None = None
 
     def __iter__(self) -> Iterator[Request]:
         """In order of service."""
@@ -449,7 +318,7 @@ class LongRanked:
                     if request.id not in inside:
                         yield request
 
-    def exact(self) -> Ranked:
+    def exact(self) -> Written:
         """The same, written out."""
         if self._exact is None:
             self._exact = self.own.written_out(self.version, list(self), len(self.front))
@@ -515,12 +384,12 @@ class LongRanked:
         blocks = self._prepare()
         correction = self.own.estimator.prefill_correction(index)
         starts, ends, error = self._starts(index)
-        deadlines = self._extremes[:, _DEADLINE]
+        deadlines = self._extremes[:, DEADLINE]
         error = error * correction + 8 * ULP * (abs(now_s) + float(np.abs(deadlines).max()))
         low, high = deadlines[0] - ends * correction - error, deadlines[1] - starts * correction + error
 
         def within(b: int) -> Floats:
-            slacks: Floats = blocks[b].columns[_DEADLINE] - self._ends_within(b, index, float(starts[b])) * correction
+            slacks: Floats = blocks[b].columns[DEADLINE] - self._ends_within(b, index, float(starts[b])) * correction
             return slacks
 
         found = _statistic(self._counts, low, high, self.counted // 10, within, None if value else now_s)
@@ -529,11 +398,16 @@ class LongRanked:
 
     def reaches(self, ratio: float, index: int, now_s: float, ahead_s: float, others: Sequence[float] = ()) -> bool:
         """Whether P90 of TTFT / SLO over Q, served after ``ahead_s`` seconds, and ``others`` is ``ratio`` or more."""
-        blocks = self._prepare()
+        here_s = now_s + ahead_s
         correction = self.own.estimator.prefill_correction(index)
+        # Time alone makes each ratio larger, and a correction changes it by no more than its own share: in deep overload what
+        # was found once answers for all the launches of P.
+        since_s, then, count, least_ratio = self._least.get(index, (math.inf, 1.0, -1, 0.0))
+        if here_s >= since_s and count == len(others) and ratio < least_ratio * min(1.0, correction / then) * (1 - 1e-9):
+            return True
+        blocks = self._prepare()
         starts, ends, error = self._starts(index)
         (_, first, least, _), (_, last, most, _) = self._extremes
-        here_s = now_s + ahead_s
         error = error * correction + 8 * ULP * (abs(here_s) + abs(now_s))
         low, high = here_s + starts * correction - last - error, here_s + ends * correction - first + error
         low, high = np.minimum(low / least, low / most), np.maximum(high / least, high / most)
@@ -554,6 +428,9 @@ class LongRanked:
             low, high = np.concatenate((low, others)), np.concatenate((high, others))
         found = _statistic(counts, low, high, n - n // 10 - 1, within, ratio)
         if math.isinf(found):
+            if found > 0 and now_s >= float(last.max()):
+                low[len(low) - len(others) :] = -math.inf
+                self._least[index] = here_s, correction, len(others), _bound(counts, low, n - n // 10 - 1)
             return found > 0
         shortest = least[self._counts > 0]
         error = 2 * error / float(shortest.min()) if len(shortest) else 0.0
