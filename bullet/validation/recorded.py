@@ -157,11 +157,11 @@ def load_recorded(target: str, data: Path | None = None) -> Recorded:
                            "last token and positive lengths")
     shared = {}
     for i, (donor, count) in enumerate(zip(donors, blocks, strict=True)):
-        if table["prefix_donor"][i].as_py() is None:
+        if donor < 0 and table["prefix_donor"][i].as_py() is None:
             continue
         if not (0 <= donor < i and 0 < count * KV_BLOCK_TOKENS <= min(prompts[i], prompts[donor])):
-            raise ProfileError(f"{path}: row {i}: prefix_donor = {donor}, prefix_blocks = {count}: must be an earlier row, and "
-                               f"full blocks of {KV_BLOCK_TOKENS} tokens that both prompts have")
+            raise ProfileError(f"{path}: row {i}: prefix_donor = {donor}, prefix_blocks = {table['prefix_blocks'][i]}: must be "
+                               f"an earlier row, and full blocks of {KV_BLOCK_TOKENS} tokens that both prompts have")
         shared[i] = (int(donor), int(count))
     path = folder / "recorded_run.json"
     raw = read_object(path, ProfileError, "a recorded run")
