@@ -20,7 +20,7 @@ from bullet.validation.calibration import calibrate
 from bullet.validation.comparison import request_errors
 from bullet.validation.recorded import load_recorded
 from bullet.validation.replay import Scenario, graph_tokens, replay
-from experiments.make_rtx4090 import SKEW, skew_rows
+from experiments.make_recorded import SKEW, skew_rows
 from tests.test_table_device import small_rows
 
 US = 1e-6

@@ -240,3 +240,27 @@ def test_a_run_without_its_settings_is_refused(tmp_path: Path, spoil: Callable[[
     with pytest.raises(ProfileError, match=r"recorded_run.json: (engine_settings\.(engine_kwargs|kv_cache) is missing|"
                        r"peer_simulator\.ttft_mean is missing|timeseries(: t, running| = None))"):
         load_recorded("rtx4090", tmp_path)
+
+
+def test_another_card_is_replayed_and_what_is_assumed_is_said() -> None:
+    found = load_recorded("rtxpro6000")
+    assert (found.gpu, found.model, len(found)) == ("rtxpro6000", "llama-3.1-8b", 300)
+    assert "35,554 KV blocks (0.9 of 96 GiB less weights and 2 GiB)" in found.assumed[0]
+    for name, seconds in found.statistics().items():
+        assert seconds * 1e3 == pytest.approx(found.peer[name]["measured_ms"], abs=0.0501), name
+    run = replay(found)
+    off = {name: run.statistics()[name] / found.statistics()[name] - 1 for name in ("ttft_mean", "tpot_mean")}
+    # Known, and tuned to nothing: prompts are too fast on this card (docs/validation.md).
+    assert off["ttft_mean"] == pytest.approx(-0.121, abs=0.01)
+    assert off["tpot_mean"] == pytest.approx(-0.047, abs=0.01)
+
+
+def test_any_folder_laid_out_like_it_is_a_target(tmp_path: Path) -> None:
+    for name in ("recorded_requests.parquet", "recorded_run.json", "engine_tables.parquet"):
+        shutil.copy(SHIPPED / name, tmp_path / name)
+    run = json.loads((tmp_path / "recorded_run.json").read_text())
+    del run["peer_simulator"]
+    (tmp_path / "recorded_run.json").write_text(json.dumps(run))
+    found = load_recorded(str(tmp_path))
+    assert (found.gpu, found.model, found.skew, found.peer, found.kv_blocks) == ("rtx4090", "llama-3.1-8b", None, {}, 2588)
+    assert found.target == tmp_path.name

@@ -122,14 +122,14 @@ def _sim_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("validate", help="replay a recorded run of a real engine",
                                 description="Replay a recorded run of a real engine: simulated beside measured, one run and the "
                                 "mean over runs whose arrivals are moved by up to 20 ms (docs/validation.md).")
-    check.add_argument("target", help="rtx4090: vLLM 0.19.0, Llama-3.1-8B, 300 requests; serving: what others measured "
-                       "of SGLang, vLLM and TensorRT-LLM on A100 and H100")
+    check.add_argument("target", help="rtx4090, rtxpro6000: vLLM 0.19.0, Llama-3.1-8B, 300 requests; a FOLDER laid out like "
+                       "profiles/rtx4090/llama-3.1-8b; serving: what others measured of SGLang, vLLM and TensorRT-LLM")
     check.add_argument("--jitters", type=whole, metavar="N",
-                       help="rtx4090: runs with moved arrivals, seeds 0 to N - 1 (default 8)")
-    check.add_argument("--ingredients", action="store_true", help="rtx4090: also leave out or change one part of the engine at a "
-                       "time (8 times as long)")
-    check.add_argument("--data", type=Path, metavar="DIR", help="rtx4090: a folder with files as in "
-                       "profiles/rtx4090/llama-3.1-8b; serving: a folder with runs that cannot be shipped, compared as well")
+                       help="a recorded run: runs with moved arrivals, seeds 0 to N - 1 (default 8)")
+    check.add_argument("--ingredients", action="store_true", help="a recorded run: also leave out or change one part of the "
+                       "engine at a time (8 times as long)")
+    check.add_argument("--data", type=Path, metavar="DIR", help="a recorded run: a folder instead of the shipped one; serving: a "
+                       "folder with runs that cannot be shipped, compared as well")
     check.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
     check.add_argument("--quiet", action="store_true", help="no progress bar")
     check.set_defaults(handler=_validate)
@@ -215,7 +215,7 @@ def _validate(args: argparse.Namespace) -> int:
         ingredients = INGREDIENTS if args.ingredients else ()
         runs, validate = validation.runs_of(jitters, ingredients), partial(
             validation.validate, load_recorded(args.target, args.data), seeds=range(jitters), ingredients=ingredients)
-    with Claim(fresh_folder(args.out, f"validate-{args.target}")) as claim:
+    with Claim(fresh_folder(args.out, f"validate-{Path(args.target).name}")) as claim:
         update, close = progress_bar(runs, "validate", args.quiet, "run")
         try:
             found = validate(progress=update)

@@ -77,13 +77,13 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
     served_model(config)  # refuses what is wrong
     model, gpu = get_model(config.model), get_gpu(config.gpu)
     if config.timing == "table":
-        return _load_tables(config, model, gpu, profile_folder(gpu, model))
+        return load_tables(config, model, gpu, profile_folder(gpu, model))
     if config.timing.startswith("table:"):
-        return _load_tables(config, model, gpu, Path(config.timing.removeprefix("table:")))
+        return load_tables(config, model, gpu, Path(config.timing.removeprefix("table:")))
     folder = Path(config.timing)
     fitted, steps = folder / "fit.json", folder / "steps.json"
     if not (is_file(fitted, ConfigError) or is_file(steps, ConfigError)) and tables_in(folder):
-        return _load_tables(config, model, gpu, folder)
+        return load_tables(config, model, gpu, folder)
     if is_file(steps, ConfigError) and not is_file(fitted, ConfigError):
         return _load_steps(steps, config, model, gpu)
     if not is_file(fitted, ConfigError):
@@ -130,7 +130,7 @@ def _fitted(coefficients: DeviceCoefficients, config: DeviceConfig, model: Model
                        cache=cache)
 
 
-def _load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Path) -> TableDevice:
+def load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Path) -> TableDevice:
     """An engine's own tables where the folder has them (``engine_tables.parquet``, a shard's ``engine_tables.tpN.parquet``), else
     its samples of single kernels."""
     if config.kv_dtype == "fp8":

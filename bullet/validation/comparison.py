@@ -139,7 +139,7 @@ def validate(recorded: Recorded, *, seeds: Sequence[int] = JITTER_SEEDS, ingredi
             "up_to_tokens": graph_tokens(recorded),
             "other_choices": [{"from": "all, circular" if n is None else f"first {n}", "factor": c.factor,
                                "standard_error": c.standard_error} for n, c in others]},
-        "host_overhead_s": 0.0, "jitter_s": JITTER_S, "jitter_seeds": list(seeds),
+        "assumed": list(recorded.assumed), "host_overhead_s": 0.0, "jitter_s": JITTER_S, "jitter_seeds": list(seeds),
         "statistics": _comparison(recorded, one, moved, 0),
         f"statistics_without_first_{LEFT_OUT}": _comparison(recorded, one, moved, LEFT_OUT),
         "tables_alone": {"simulated": alone[0].device_source, "statistics": _comparison(recorded, *alone, 0),
@@ -167,7 +167,7 @@ def _comparison(recorded: Recorded, one: Replay, moved: Sequence[Replay], first:
         found["largest_error_of_each"] = [dict(zip(("statistic", "error"), worst(errors(s, real)), strict=True)) for s in each]
         found["mean_absolute_error_of_each"] = [mean_absolute(errors(s, real)) for s in each]
         sums.append(("mean", found["mean_error"]))
-    if not first:
+    if not first and recorded.peer:
         peer = {n: recorded.peer[n]["peer_simulated_ms"] / recorded.peer[n]["measured_ms"] - 1 for n in NAMES}
         found["peer_error"] = peer
         sums.append(("peer", peer))
@@ -200,13 +200,14 @@ def table(v: Validation) -> str:
     count = len(v.moved)
     settings = v.recorded.settings
     lines = [
-        f"{s['target']}: {s['requests']} requests, {s['model']}, vLLM {settings['vllm_version']} on one "
-        f"{settings['hardware']['device_name']}",
+        f"{s['target']}: {s['requests']} requests, {s['model']}, vLLM {settings['vllm_version']} on "
+        f"{v.recorded.tables.tensor_parallel if v.recorded.tables.tensor_parallel > 1 else 'one'} {v.recorded.device_name}",
         f"measured:  {s['sources']['measured']}",
         f"simulated: {s['policy']} with " + ", ".join(f"{k}={x}" for k, x in s["policy_options"].items())
         + f", {s['kv_blocks']} KV blocks, host overhead 0",
         f"           device {s['sources']['simulated']}",
-        f"peer:      {s['sources']['peer']}", "", *_factor_lines(s["graph_factor"])]
+        *([f"assumed:   {'; '.join(s['assumed'])}"] if s["assumed"] else []),
+        *([f"peer:      {s['sources']['peer']}"] if v.recorded.peer else []), "", *_factor_lines(s["graph_factor"])]
     without = f"statistics_without_first_{LEFT_OUT}"
     for title, found in (("IN FULL: tables, longest context as published, graph factor of the first 30 requests", s),
                          ("TABLES ALONE: nothing fitted", s["tables_alone"])):

@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
-from bullet.config import KV_BLOCK_TOKENS
+from bullet.config import KV_BLOCK_TOKENS, DeviceConfig
 from bullet.devices import PROFILES
-from bullet.devices.table import FILE, KernelTables, TableDevice, check_tables, read_tables
+from bullet.devices.load import kv_capacity_tokens, load_tables
+from bullet.devices.table import KernelTables
 from bullet.devices.table_skew import FILE as SKEW_FILE
 from bullet.devices.table_skew import DecodeSkew, read_skew
-from bullet.door import read_object, reason, typed
+from bullet.door import is_file, is_folder, read_object, reason, typed
 from bullet.errors import ConfigError, ProfileError
 from bullet.parquet import read_table
+from bullet.profiles.importers.folder import named_gpu, named_model
 from bullet.state.sharing import SharedPrefixes
 
 Array = NDArray[np.float64]
@@ -35,8 +37,14 @@ STATISTICS: Mapping[str, Callable[[Array], Any]] = {
     "mean": np.mean, **{f"p{q}": functools.partial(np.percentile, q=q) for q in (50, 90, 95, 99)}}
 NAMES = tuple(f"{metric}_{statistic}" for metric in METRICS for statistic in STATISTICS)
 """The 15 statistics."""
-TARGETS = {"rtx4090": ("rtx4090", "llama-3.1-8b")}
-"""Validation target -> (GPU, model) whose profile holds a recorded run."""
+RUN_FILE, REQUESTS_FILE = "recorded_run.json", "recorded_requests.parquet"
+
+
+def shipped() -> dict[str, Path]:
+    """Target -> the shipped profile that holds a recorded run: by its GPU, with the model where a GPU has several."""
+    folders = sorted(path.parent for path in PROFILES.glob(f"*/*/{RUN_FILE}"))
+    gpus = [folder.parent.name for folder in folders]
+    return {gpu if gpus.count(gpu) == 1 else f"{gpu}/{folder.name}": folder for gpu, folder in zip(gpus, folders, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,10 @@ class Recorded(Served):
     peer: Mapping[str, Mapping[str, float]]
     series: Mapping[str, Array]
     tables: KernelTables
-    skew: DecodeSkew
+    skew: DecodeSkew | None
+    kv_blocks: int = 0
+    device_name: str = ""
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass
@@ -104,13 +115,15 @@ class _Cache:
 class _Arguments:
     max_num_batched_tokens: int
     max_num_seqs: int
+    model: str = ""
+    tensor_parallel_size: int = 1
 
 
 @dataclass
 class _Settings:
     vllm_version: str
-    hardware: _Hardware
-    kv_cache: _Cache
+    hardware: _Hardware | None
+    kv_cache: _Cache | None
     engine_kwargs: _Arguments
 
 
@@ -129,16 +142,22 @@ class _Run:
     licence: str
     timeseries: _Series
     engine_settings: _Settings
-    peer_simulator: dict[str, _Peer]
+    peer_simulator: dict[str, _Peer] | None = None
+    gpu: str = ""
 
 
 def load_recorded(target: str, data: Path | None = None) -> Recorded:
-    """A recorded run with its kernel tables, from the shipped profile or a folder like it."""
-    if target not in TARGETS:
-        raise ConfigError(f"unknown validation target {target!r}: choose one of {', '.join(TARGETS)}, serving")
-    gpu, model = TARGETS[target]
-    folder = PROFILES / gpu / model if data is None else data
-    path = folder / "recorded_requests.parquet"
+    """A recorded run with its kernel tables: ``target`` names a shipped profile or is a folder laid out like one; ``data``: such
+    a folder instead of the shipped one.
+
+    The card is the one that the run names, or ``card.toml`` in the folder; the model likewise, or ``config.json``.
+    """
+    known = shipped()
+    folder = data or known.get(target) or Path(target)
+    if data is None and target not in known and not is_folder(folder, ProfileError):
+        raise ConfigError(f"unknown validation target {target!r}: choose one of {', '.join(known)}, serving, or give a folder "
+                          f"that holds {RUN_FILE}")
+    path = folder / REQUESTS_FILE
     table, _ = read_table(path, "a recorded run")
     try:
         first, last, queued, sent = (np.asarray(table[n].to_numpy(zero_copy_only=False), dtype=float) for n in (
@@ -163,21 +182,33 @@ def load_recorded(target: str, data: Path | None = None) -> Recorded:
             raise ProfileError(f"{path}: row {i}: prefix_donor = {donor}, prefix_blocks = {table['prefix_blocks'][i]}: must be "
                                f"an earlier row, and full blocks of {KV_BLOCK_TOKENS} tokens that both prompts have")
         shared[i] = (int(donor), int(count))
-    path = folder / "recorded_run.json"
+    path = folder / RUN_FILE
     raw = read_object(path, ProfileError, "a recorded run")
     run = typed(raw, _Run, path, ProfileError, others=True)
-    absent = [name for name in NAMES if name not in run.peer_simulator]
+    absent = [name for name in NAMES if run.peer_simulator is not None and name not in run.peer_simulator]
     if absent:
         raise ProfileError(f"{path}: peer_simulator.{absent[0]} is missing")
     series = {name: np.array(getattr(run.timeseries, name)) for name in ("t", "running", "waiting")}
-    settings, peer = raw["engine_settings"], raw["peer_simulator"]
+    settings, peer = raw["engine_settings"], raw.get("peer_simulator") or {}
     source = f"{run.repository} {run.commit[:12]}, {run.licence}"
     if len({len(column) for column in series.values()}) != 1 or not len(series["t"]):
         raise ProfileError(f"{path}: timeseries: t, running and waiting must be as long as each other, 1 or more")
     if last.max() > 2 * series["t"][-1] + 60:
         raise ProfileError(f"{path}: the time series ends at {series['t'][-1]:g} s, requests at {last.max():g} s: another unit?")
-    tables = read_tables(folder / FILE)
-    check_tables(tables, get_model(model), get_gpu(gpu), str(folder / FILE))
-    skew = read_skew(folder / SKEW_FILE, TableDevice(get_model(model), get_gpu(gpu), tables))
-    return Recorded(queued, first, last, outputs, target, gpu, model, source, sent, prompts, shared, settings, peer, series,
-                    tables, skew)
+    engine, hardware = run.engine_settings.engine_kwargs, run.engine_settings.hardware
+    named = run.gpu or (hardware.device_name if hardware is not None else "")
+    card, config = folder / "card.toml", folder / "config.json"
+    gpu = str(card) if is_file(card, ProfileError) else named_gpu(None, [named], path).name
+    model = str(config) if is_file(config, ProfileError) else named_model(None, engine.model or None, path).name
+    device = DeviceConfig(model=model, gpu=gpu, tensor_parallel=engine.tensor_parallel_size, timing=f"table:{folder}")
+    table_device = load_tables(device, get_model(model), get_gpu(gpu), folder)
+    skew = read_skew(folder / SKEW_FILE, table_device) if is_file(folder / SKEW_FILE, ProfileError) else None
+    cache, assumed = run.engine_settings.kv_cache, []
+    if cache is None:
+        blocks = kv_capacity_tokens(get_model(model), get_gpu(gpu), device) // KV_BLOCK_TOKENS
+        assumed.append(f"{blocks:,} KV blocks ({device.memory_utilization:g} of {get_gpu(gpu).mem_bytes / 2**30:.0f} GiB less "
+                       f"weights and {device.reserve_bytes / 2**30:g} GiB)")
+        assumed.append("prefix cache on and two steps in flight, as that engine's defaults are")
+    return Recorded(queued, first, last, outputs, target if target in known else folder.name, gpu, model, source, sent, prompts,
+                    shared, settings, peer, series, table_device.tables, skew,
+                    kv_blocks=blocks if cache is None else cache.num_gpu_blocks, device_name=named, assumed=tuple(assumed))

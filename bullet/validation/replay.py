@@ -87,11 +87,12 @@ def jittered(arrival_s: Array, seed: int | None, jitter_s: float = JITTER_S) -> 
 def run_config(recorded: Recorded, scenario: Scenario) -> RunConfig:
     """The ordinary run configuration of a scenario."""
     engine = recorded.settings["engine_kwargs"]
-    blocks = max(1, round((recorded.settings["kv_cache"]["num_gpu_blocks"] - NULL_BLOCKS) * scenario.kv_scale))
+    blocks = max(1, round((recorded.kv_blocks - NULL_BLOCKS) * scenario.kv_scale))
     budget = scenario.budget_tokens or engine["max_num_batched_tokens"]
     return load_run_config(None, {
         "workload.trace": f"{recorded.target} recorded run", "workload.arrivals": "recorded", "workload.num_requests": None,
         "device.gpu": recorded.gpu, "device.model": recorded.model, "device.timing": "table",
+        "device.tensor_parallel": recorded.tables.tensor_parallel,
         "device.kv_tokens": blocks * KV_BLOCK_TOKENS, "policy.name": f"vllm-{budget}",
         "policy.prefix_cache": "off",  # the engine's own option below decides
         "policy.options": {"max_num_seqs": engine["max_num_seqs"], "prefix_cache": scenario.prefix_cache,

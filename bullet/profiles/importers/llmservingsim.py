@@ -161,7 +161,8 @@ def read_dense(path: Path, gpu: str | GpuSpec, model: ModelSpec, *, origin: Orig
             columns = {"op": "sampler", "model": model_label(model), "tokens": tokens, "flops": 0.0,
                        "bytes": float(model.dtype_bytes) * tokens * model.vocab_size}
         elif name in shapes:
-            columns = gemm_columns(tokens, *shapes[name], model)
+            # By its layer, not its shape: two layers may have one, and a shard's are not those of the whole.
+            columns = {**gemm_columns(tokens, *shapes[name], model), "op": f"gemm_{name}", "model": model_label(model)}
         elif name in ("norm", "rope", "act", "embedding") or (name == "qk_norm" and model.qk_norm):
             columns = rowwise_columns(name, tokens, model, tensor_parallel)
         else:
