@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from bullet.errors import BulletError, one_line
-from bullet.files import write_text
+from bullet.files import make_folder, write_text
 from bullet.gpu.partition import Pair, PartitionTable
 from bullet.gpu.splits import Split
 
@@ -106,6 +106,7 @@ class CheckReport:
 
     def write(self, path: Path) -> None:
         """As JSON, SM sets and overlaps included."""
+        make_folder(path.parent)
         write_text(path, json.dumps({"proven": self.proven, **asdict(self)}, indent=1) + "\n")
 
     def lines(self) -> list[str]:
