@@ -26,10 +26,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
         if options.get("add_help", True):
-            self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error")
+            add_debug(self)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def add_debug(parser: Any) -> None:
+    """The flag of every command, which its boundary reads."""
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error")
 
 
 def number(text: str) -> float:

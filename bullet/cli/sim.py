@@ -13,6 +13,7 @@ from bullet.cli.common import (
     COMMON,
     RUN_FILES,
     Parser,
+    add_debug,
     add_workload_arguments,
     build_config,
     group_of,
@@ -94,6 +95,7 @@ def _simulation_arguments(parser: argparse.ArgumentParser, *, sweeps: bool = Fal
     output.add_argument("--no-report", action="store_true", help="no plots, HTML or Perfetto trace")
     output.add_argument("--quiet", action="store_true", help="no progress bar")
     if not sweeps:
+        add_debug(output)
         output.add_argument("-h", "--help", action="help", help="show this and exit")
 
 
