@@ -382,7 +382,7 @@ def test_a_table_of_another_gpu_than_asked_is_refused_before_any_fit(tmp_path: P
     (tmp_path / "taken").write_text("")
     assert profile(["fit", str(table), "--out", str(tmp_path / "taken")]) == 2
     told = capsys.readouterr()
-    assert "cannot be made" in told.err
+    assert "exists already and is not an empty folder" in told.err
     assert not told.out
 
 
