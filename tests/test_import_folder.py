@@ -216,3 +216,28 @@ def test_a_number_that_is_none_is_named_with_its_row(tmp_path: Path) -> None:
     path.write_text("tokens,activated_experts,time_us\n1,2,nan\n")
     with pytest.raises(ProfileError, match=r"moe.csv: row 0: time_us"):
         import_folder(folder, tmp_path / "out")
+
+
+def test_single_kernels_of_the_other_publishers_by_their_repositorys_paths(tmp_path: Path) -> None:
+    """AIConfigurator: a GEMM of the model's, two around one that was not timed, one beside the point. Vidur: its one topology."""
+    table = tmp_path / "aic" / "data" / "h100_sxm" / "gemm" / "vllm" / "0.19.0" / "gemm_perf.txt"
+    table.parent.mkdir(parents=True)
+    shapes = [(4096, 4096), (16384, 4096), (32768, 4096), (4096, 512)]
+    table.write_text("framework,version,device,gemm_dtype,m,n,k,latency\n" + "".join(
+        f"VLLM,0.19.0,NVIDIA H100 80GB HBM3,bfloat16,{m},{n},{k},{0.05 + m * n * k * 4e-12}\n"
+        for n, k in shapes for m in (64, 128)))
+    found = import_folder(tmp_path / "aic", tmp_path / "a", model="llama-3.1-8b")
+    assert found.gpu.name == "h100"
+    assert {(r["op"], r["columns"], r["inner"]) for r in found.rows} == {
+        ("gemm_o", 4096, 4096), ("gemm", 16384, 4096), ("gemm", 32768, 4096)}
+    # qkv (6,144 columns) lies between 4,096 and 16,384, gate_up (28,672) between 16,384 and 32,768.
+    assert found.rows[0]["origin"].split()[1] == "h100_sxm/gemm/vllm/0.19.0/gemm_perf.txt"
+    for topology, milliseconds in (("a100_dgx", 0.05), ("a100_pairwise_nvlink", 0.5)):
+        path = tmp_path / "vidur" / "data" / "profiling" / "network" / topology / "all_reduce.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text("time_stats.all_reduce.median,num_workers,size,devices_per_node\n"
+                        + "".join(f"{milliseconds},2,{size},2\n" for size in (2048, 4096)))
+    found = import_folder(tmp_path / "vidur", tmp_path / "v", model="llama-3.1-8b")
+    assert found.gpu.name == "a100-80gb"
+    assert [(r["op"], r["num_gpus"], r["message_bytes"], r["median_s"]) for r in found.rows] == [
+        ("all_reduce", 2, 2048.0, pytest.approx(5e-5)), ("all_reduce", 2, 4096.0, pytest.approx(5e-5))]

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from bullet.catalog.gpus import GPUS, get_gpu
+from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import model_label
 from bullet.cli.common import out_folder
 from bullet.errors import ConfigError
@@ -67,7 +67,8 @@ def add_commands(commands: Any) -> None:
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=FIT_EXAMPLES)
     fitter.add_argument("samples", type=Path, nargs="?", help="a sweep's folder, or a samples.parquet (default: the shipped one "
                         "of --gpu)")
-    fitter.add_argument("--gpu", choices=sorted(GPUS), help=f"whose shipped table (default {DEFAULT_GPU})")
+    fitter.add_argument("--gpu", help=f"whose shipped table (default {DEFAULT_GPU}); of a table of one's own, its card: a name "
+                        "or CARD.toml")
     fitter.add_argument("--model", help="whose rows (default: the one that the sweep has; llama-3.1-8b)")
     fitter.add_argument("--implementation", choices=("engine", "torch"), help="of a sweep: fit the project's own kernels or "
                         "torch's (default: the engine's where they were measured); GEMMs are torch's in both")
@@ -127,7 +128,8 @@ def fit_(args: argparse.Namespace) -> int:
         if not equals:
             raise ConfigError(f"--fit-on {text}: must read FAMILY=VERSION, as in gemm=sglang 0.5.10")
     with nullcontext() if args.out is None else Claim(args.out, shared=True):  # before a fit of some seconds, not after
-        fitted = fit_table(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow, implementation=args.implementation)
+        fitted = fit_table(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow, implementation=args.implementation,
+                           card=None if args.gpu is None else get_gpu(args.gpu))
         written = None if args.out is None else fitted.write(args.out, args.replace)
     say(fitted.lines())
     if written is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec, model_label
 from bullet.devices import PROFILES, profile_folder
 from bullet.devices.coefficients import ANALYTIC_FROM, DeviceCoefficients
@@ -41,6 +42,7 @@ class Fitted:
     device: DeviceCoefficients | StepProfile
     rows: Sequence[Row]
     model: ModelSpec
+    card: GpuSpec | None = None
 
     def lines(self) -> list[str]:
         """What was fitted, how wrong it is on rows that it has not seen, and what is not of these rows."""
@@ -65,18 +67,18 @@ class Fitted:
         if isinstance(self.device, StepProfile):
             path, page = folder / "steps.json", step_times.page(self.rows, self.device, self.model)
         else:
-            path, page = folder / "fit.json", source_page(self.device, self.rows, self.model)
+            path, page = folder / "fit.json", source_page(self.device, self.rows, self.model, self.card)
         write_text(path, self.device.to_json(), replace=replace)
         write_page(folder / "SOURCE.md", page)
         return path
 
 
 def fit_table(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None, asked: Mapping[str, str] | None = None,
-              borrow: Sequence[str] = (), implementation: str | None = None) -> Fitted:
+              borrow: Sequence[str] = (), implementation: str | None = None, card: GpuSpec | None = None) -> Fitted:
     """One model's rows as a device. Of a CPU, the engine's steps as measured; else :func:`fit_samples`, which has the options."""
     if not step_times.is_cpu(rows):
-        return Fitted(fit_samples(rows, model, sm_data=sm_data, asked=asked, borrow=borrow, implementation=implementation),
-                      rows, model)
+        return Fitted(fit_samples(rows, model, sm_data=sm_data, asked=asked, borrow=borrow, implementation=implementation,
+                                  card=card), rows, model, card)
     for flag, given in (("--implementation torch", implementation == "torch"), ("--fit-on", asked), ("--borrow", borrow),
                         ("--sm-data", sm_data)):
         if given:
@@ -85,7 +87,7 @@ def fit_table(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = N
 
 
 def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None, asked: Mapping[str, str] | None = None,
-                borrow: Sequence[str] = (), implementation: str | None = None) -> DeviceCoefficients:
+                borrow: Sequence[str] = (), implementation: str | None = None, card: GpuSpec | None = None) -> DeviceCoefficients:
     """Kernel families, SM axis and contention of a table: all that ``fit.json`` holds.
 
     ``sm_data``: folder with the published sweeps over SMs. ``asked``: family -> the source to fit it on. ``borrow``: families
@@ -95,7 +97,7 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
         raise ProfileError(f"{sm_data}: no such folder (--sm-data)")
     borrowed = DeviceCoefficients.from_json(PROFILES / ANALYTIC_FROM / "llama-3.1-8b" / "fit.json")
     chosen = of_implementation(rows, implementation)
-    out = fit_profile(chosen.rows, model, borrowed=borrowed, asked=asked, borrow=borrow)
+    out = fit_profile(chosen.rows, model, borrowed=borrowed, asked=asked, borrow=borrow, card=card)
     out.assumed += chosen.notes
     if busy := sum(r["busy"] is True for r in chosen.rows):
         out.assumed.append(f"{busy} of {len(chosen.rows)} rows were measured beside other processes (--allow-busy), taken as "

@@ -314,13 +314,14 @@ def check_model(rows: Sequence[Row], model: ModelSpec) -> None:
 
 
 def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoefficients | None = None,
-                asked: Mapping[str, str] | None = None, borrow: Sequence[str] = ()) -> Fit:
+                asked: Mapping[str, str] | None = None, borrow: Sequence[str] = (), card: GpuSpec | None = None) -> Fit:
     """All kernel families of a table on the whole device; the SM axis and contention come after (:mod:`bullet.profiles.sm_axis`).
 
     ``borrowed``: coefficients for families that the table has no row of, each named in ``assumed``. ``asked``: family ->
-    ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit.
+    ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit. ``card``: one that is
+    not built in.
     """
-    gpu = check_samples(rows)
+    gpu = check_samples(rows, card=card)
     check_model(rows, model)
     rows = with_shapes(rows, model)
     out, asked = Fit(gpu, model, rows[0]["source"] == "measured"), asked or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.files import write_text
@@ -84,9 +85,9 @@ def write_page(path: Path, page: str) -> None:
     write_text(path, (own + "\n\n" if own else "") + MARK + "\n" + page)
 
 
-def source_page(coefficients: DeviceCoefficients, rows: Sequence[Row], model: ModelSpec) -> str:
+def source_page(coefficients: DeviceCoefficients, rows: Sequence[Row], model: ModelSpec, card: GpuSpec | None = None) -> str:
     """The page. Rows give attribution; notes give the rest."""
-    notes, gpu = coefficients.notes, check_samples(rows)
+    notes, gpu = coefficients.notes, check_samples(rows, card=card)
     sources = notes["fitted_on"]
     lines = [f"# {gpu.name}, {model.name}: where samples.parquet and fit.json come from", "",
              "Written by `bullet-profile import` and `bullet-profile fit`; the same tables give the same bytes. "

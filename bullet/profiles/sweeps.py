@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import ModelSpec, get_model, model_label
 from bullet.devices import PROFILES
 from bullet.devices.fitted import DeviceModel
@@ -63,14 +64,16 @@ def read_rows(path: Path) -> list[Row]:
 def named_table(samples: Path | None = None, gpu: str | None = None, model: str | None = None) -> tuple[Path, list[Row]]:
     """A sweep's folder or a table, else the shipped one of a GPU (A100) and model; :class:`ProfileError` if it is of another
     GPU than ``gpu``, holds no rows, or is not there."""
-    path = samples or PROFILES / safe_name(gpu or DEFAULT_GPU) / safe_name(model or DEFAULT_MODEL) / "samples.parquet"
+    card = None if gpu is None else get_gpu(gpu)
+    shipped = PROFILES / safe_name(DEFAULT_GPU if card is None else card.name)
+    path = samples or shipped / safe_name(model or DEFAULT_MODEL) / "samples.parquet"
     if not exists(path, ProfileError):
         raise ProfileError(f"{path}: no such table: give one, or make it with bullet-profile import or sweep")
     rows = read_rows(path)
     if not rows:
         raise ProfileError(f"{path}: holds no rows")
-    if gpu is not None and (found := gpu_of(str(rows[0]["gpu"]), str(path)).name) != gpu:
-        raise ProfileError(f"{path}: measured on {found}, not on --gpu {gpu}: leave --gpu out or give another table")
+    if card is not None and (found := gpu_of(str(rows[0]["gpu"]), str(path), card)) != card:
+        raise ProfileError(f"{path}: measured on {found.name}, not on --gpu {gpu}: leave --gpu out or give another table")
     return path, rows
 
 

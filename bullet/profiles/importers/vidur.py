@@ -74,6 +74,10 @@ def read_found(tables: Sequence[Path], gpu: GpuSpec, model: ModelSpec, commit: s
     """Rows of a card and model, on one GPU; ``gpu`` stands for whatever card the paths name if it is the only one."""
     rows: list[Row] = []
     several = len(models(tables)) > 1
+    # Links of one topology: all GPUs of a node joined alike where that was measured.
+    links = [path for path in tables if path.stem.rpartition("__")[2] == "all_reduce"
+             and (len(cards(tables)) == 1 or gpu_of(_card(path), str(path), gpu) is gpu)]
+    link = next(iter(sorted(links, key=lambda path: ("dgx" not in str(path.parent.name) + path.stem, path))), None)
     for path in tables:
         if len(cards(tables)) > 1 and gpu_of(_card(path), str(path), gpu) is not gpu:
             continue
@@ -81,8 +85,10 @@ def read_found(tables: Sequence[Path], gpu: GpuSpec, model: ModelSpec, commit: s
             if several and not _has_shapes(path, model):
                 continue
             read = read_mlp(path, gpu, model)
-        else:
+        elif path == link:
             read = read_all_reduce(path, gpu)
+        else:
+            continue
         where = "/".join(path.parts[-4:])
         rows += [{**row, "origin": f"{ORIGIN.repository} {where} {commit or 'not in the folder'}",
                   "licence": licence or "not in the folder"} for row in read]
