@@ -318,8 +318,8 @@ def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoeffi
     """All kernel families of a table on the whole device; the SM axis and contention come after (:mod:`bullet.profiles.sm_axis`).
 
     ``borrowed``: coefficients for families that the table has no row of, each named in ``assumed``. ``asked``: family ->
-    ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit. ``card``: one that is
-    not built in.
+    ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit. ``card``: one
+    that is not built in.
     """
     gpu = check_samples(rows, card=card)
     check_model(rows, model)
