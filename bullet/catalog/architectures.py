@@ -21,13 +21,13 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    "head_dim": ("head_dim",),
+    "head_dim": ("head_dim", "kv_channels"),
     "vocab_size": ("vocab_size",),
 }
 """Our key, and how files spell it. All are whole numbers."""
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length",
-           "max_sequence_length", "max_target_positions")
-"""Where the longest context stands; the least of them holds, as in vLLM."""
+           "max_sequence_length", "max_seq_length", "seq_len", "max_target_positions")
+"""Where the longest context stands; the least of them holds, and ``model_max_length`` (Command-R) before any, as in vLLM."""
 
 HARMLESS = re.compile(
     r"(.*_token_ids?|.*dropout\w*|.*pdrop|.*_eps|.*epsilon|.*_coef|.*_bound|init\w*|.*_init|.*initializer\w*|.*jitter\w*"
@@ -45,11 +45,11 @@ HARMLESS = re.compile(
     r"|slow_but_exact|summary_\w+|layerdrop|use_stable_embedding|scoring_func|score_func\w*|topk_method|topk_group|n_group"
     r"|num_expert_group|norm_topk_prob|routed_scaling_factor|router_\w+|seq_aux|aux_loss\w*|ep_size|moe_use_\w+|moe_norm_min"
     r"|use_routing_bias|scale_seq_times|use_flash\w*|use_xformers|fp32_\w+|force_fp32\w*|swiglu_alpha|swiglu_limit"
-    r"|experts_per_token|use_bidirectional_attention|eod_token|max_new_tokens|length_penalty|temperature|top_[kp]"
+    r"|experts_per_token|eod_token|max_new_tokens|length_penalty|temperature|top_[kp]"
     r"|num_nextn_predict_layers|use_mtp|num_mtp_modules|mtp_\w+|vision_config|image_\w+|video_\w+|vision_\w+|mm_\w+"
     r"|boi_\w+|eoi_\w+|spatial_merge_size|multimodal_\w+|projector_\w+|audio_config|embd_layer|attn_softmax_\w+|qk_head_dim|cache_implementation"
     r"|max_window_layers|use_sliding_window|sliding_window|sliding_window_size|sliding_window_pattern|_sliding_window_pattern"
-    r"|layer_types|window_attn_skip_freq|tokenizer_class|prefix|pruned_heads|sep_token|finetuning_task|license|language))$"
+    r"|layer_types|window_attn_skip_freq|interpolate_factor|full_attn_mod|rotary_scaling_factor|rope_pct|fc_type|tokenizer_name|tokenizer_class|prefix|pruned_heads|sep_token|finetuning_task|license|language))$"
 )
 """Keys that decide neither size nor work nor KV: special tokens, training, scales, activation functions of the same cost, rotary
 details, experts' routing rules, multi-token prediction (its layers are not loaded for plain serving), parts for other media. The
@@ -175,7 +175,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         o_bias="enable_bias", mlp_bias="enable_bias", positions=2, keys=("word_embed_proj_dim", "_remove_final_layer_norm")),
     "falcon": Entry(("FalconForCausalLM", "RWForCausalLM"), {"tie_word_embeddings": True, "multi_query": True,
         "max_position_embeddings": 2048}, gated=False, qkv_bias="bias", o_bias="bias", mlp_bias="bias", keys=("multi_query",
-        "new_decoder_architecture")),
+        "new_decoder_architecture", "ff_factor")),
     "mpt": Entry(("MPTForCausalLM", "MptForCausalLM"), {"tie_word_embeddings": True, "expansion_ratio": 4}, gated=False,
         keys=("attn_config", "expansion_ratio", "learned_pos_emb", "no_bias", "embedding_fraction", "init_config", "verbose",
         "attn_impl", "ffn_config")),
@@ -224,10 +224,11 @@ ARCHITECTURES: Mapping[str, Entry] = {
         experts=("num_local_experts", "num_experts"), expert_size="intermediate_size", keys=("initial_context_length",)),
     "ernie4_5_moe": Entry(("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeForCausalLM"), {"tie_word_embeddings": True},
         qkv_bias="use_bias", o_bias="use_bias", experts=("moe_num_experts",), experts_per_token=("moe_k",),
-        shared="moe_num_shared_experts", keys=("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")),
+        shared="moe_num_shared_experts", keys=("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval",
+        "moe_capacity", "moe_gate", "compression_ratio")),
     "minimax_m2": Entry(("MiniMaxM2ForCausalLM",), {"head_dim": 128}, qk_norm=True, experts=("num_local_experts",),
         expert_size="intermediate_size", keys=("attn_type_list", "use_qk_norm", "qk_norm_type", "shared_intermediate_size",
-        "mlp_intermediate_size", "layernorm_\\w+")),
+        "mlp_intermediate_size", "shared_moe_mode", "layernorm_\\w+")),
 }
 ALIASES: Mapping[str, str] = {
     "refinedweb": "falcon",

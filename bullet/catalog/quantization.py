@@ -113,6 +113,8 @@ def _awq(where: str, found: Mapping[str, Any]) -> _Read:
 
 
 def _gptq(where: str, found: Mapping[str, Any]) -> _Read:
+    if found.get("dynamic"):
+        raise ConfigError(f"{where}: dynamic = {short(found['dynamic'])}: bits that differ by module are not modelled")
     bits = _bits(where, found, "bits")
     return _grouped(bits, _number(where, found, "group_size", default=128), True), "16", _names(where, found), 0
 
@@ -141,7 +143,7 @@ def _modelopt(where: str, found: Mapping[str, Any]) -> _Read:
     kv = str(inner.get("kv_cache_quant_algo") or "").upper()
     if kv not in ("", "NONE", "FP8"):
         raise ConfigError(f"{where}: kv_cache_quant_algo = {short(kv)}: must be FP8 or absent")
-    return *known[algorithm], _names(where, inner), 1 if kv == "FP8" else 0
+    return *known[algorithm], _names(where, inner), 1 if kv == "FP8" or _kv_scheme(found) else 0
 
 
 def _compressed(where: str, found: Mapping[str, Any]) -> _Read:
@@ -164,8 +166,13 @@ def _compressed(where: str, found: Mapping[str, Any]) -> _Read:
     size = _number(where, weights, "group_size", default=-1)
     wide = NVFP4_BITS if (kind, bits) == ("float", 4) else _grouped(bits, size, weights.get("symmetric") is False)
     compute = "16" if activations is None or bits == 4 else ("fp8" if kind == "float" else "int8")
+    return wide, compute, _names(where, found), 1 if _kv_scheme(found) else 0
+
+
+def _kv_scheme(found: Mapping[str, Any]) -> bool:
+    """Whether the KV cache is kept in 8 bits, as compressed-tensors and ModelOpt's config.json say it."""
     kv = found.get("kv_cache_scheme")
-    return wide, compute, _names(where, found), 1 if isinstance(kv, Mapping) and kv.get("num_bits") == 8 else 0
+    return isinstance(kv, Mapping) and kv.get("num_bits") == 8
 
 
 METHODS = {

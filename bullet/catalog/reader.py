@@ -85,6 +85,9 @@ def _entry(path: Path, raw: Raw, outer: Raw) -> tuple[str, Entry]:
     if model_type in RECURRENT or recurrent is not None:
         what = f"model_type = {model_type!r}" if recurrent is None else f"{recurrent} (model_type {model_type!r})"
         raise ConfigError(f"{path}: {what}: layers with linear attention or a recurrent state are not modelled")
+    if raw.get("use_bidirectional_attention") is True:
+        raise ConfigError(f"{path}: use_bidirectional_attention = true: encoders are not modelled, only decoders that generate "
+                          "token by token")
     if model_type in ENCODERS or raw.get("is_encoder_decoder") is True:
         raise ConfigError(
             f"{path}: model_type = {model_type!r}: encoders are not modelled, only decoders that generate token by token"
@@ -215,8 +218,11 @@ class _Reader:
     def _kv_heads(self, heads: int) -> int:
         if self.model_type == "falcon":
             if self.truth("new_decoder_architecture"):
-                return self.integer("num_kv_heads", "num_key_value_heads", default=heads)
-            self.integer("num_kv_heads", "n_head_kv", default=0)
+                return self.integer("num_kv_heads", "num_key_value_heads", "n_head_kv", default=heads)
+            given = self.integer("n_head_kv", default=0)  # the first Falcon-40B (RefinedWeb) has groups and says so here alone
+            self.integer("num_kv_heads", default=0)
+            if given > 1:
+                return given
             return 1 if self.truth("multi_query") else heads
         if self.model_type == "gpt_bigcode":
             self.integer("num_key_value_heads", default=1)
@@ -300,7 +306,10 @@ class _Reader:
         if experts == 0:
             if self.model_type == "mpt":
                 return {"intermediate_size": self.integer("expansion_ratio") * hidden}
-            default = 4 * hidden if self.model_type in ("gpt2", "gpt_bigcode", "gptj", "bloom", "falcon") else None
+            if self.model_type == "falcon":
+                factor = self.integer("ff_factor", default=4)
+                return {"intermediate_size": self.size("intermediate_size", default=factor * hidden)}
+            default = 4 * hidden if self.model_type in ("gpt2", "gpt_bigcode", "gptj", "bloom") else None
             return {"intermediate_size": self.size("intermediate_size", default=default)}
         per_token = self.integer(*entry.experts_per_token)
         width = self.integer(entry.expert_size)
@@ -354,7 +363,7 @@ class _Reader:
         self.used |= set(CONTEXT)
         if not limits:
             raise self.fail(f"{CONTEXT[0]!r} is missing")
-        limit = min(limits)
+        limit = self.integer("model_max_length", default=0) or min(limits)
         scaling = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
         if scaling is None:
             return limit

@@ -244,3 +244,43 @@ def test_what_cannot_be_modelled_is_refused_by_name(change: Raw, words: str, tmp
 def test_an_architecture_is_known_by_its_class_too(tmp_path: Path) -> None:
     raw = {k: v for k, v in LLAMA.items() if k != "model_type"} | {"architectures": ["LlamaForCausalLM"]}
     assert read(tmp_path, raw).num_parameters == read(tmp_path, LLAMA).num_parameters
+
+
+def test_keys_of_published_files_that_change_nothing_are_read_past(tmp_path: Path) -> None:
+    """Phi-4-mini's, Nemotron's, Falcon-11B's, StableLM's and ERNIE's own keys, as their config.json have them."""
+    for raw in (
+        dense("phi3", 32, 3072, 8192, 24, 8, 200064, 131072, interpolate_factor=1, full_attn_mod=1),
+        dense("stablelm", 32, 2560, 6912, 32, 32, 50304, 4096, rotary_scaling_factor=1.0, rope_pct=0.25),
+        dense("ernie4_5_moe", 28, 2560, 12288, 20, 4, 103424, 131072, moe_num_experts=64, moe_k=6, moe_intermediate_size=1536,
+              moe_capacity=[64, 64, 64], moe_gate="topk", compression_ratio=1.0),
+    ):
+        assert read(tmp_path, raw).num_layers == raw["num_hidden_layers"]
+    assert read(tmp_path, dense("nemotron", 32, 3072, 9216, 24, 8, 256000, 4096, kv_channels=256)).head_dim == 256
+    falcon = dense("falcon", 60, 4096, 0, 32, 8, 65024, 8192, new_decoder_architecture=True, ff_factor=3)
+    del falcon["intermediate_size"]
+    assert read(tmp_path, falcon).intermediate_size == 3 * 4096
+
+
+def test_the_first_falcon_40b_has_eight_key_value_heads(tmp_path: Path) -> None:
+    model = read(tmp_path, {"model_type": "RefinedWeb", "architectures": ["RWForCausalLM"], "hidden_size": 8192, "n_head": 128,
+                  "n_head_kv": 8, "n_layer": 60, "vocab_size": 65024, "bias": False, "alibi": False})
+    assert (model.num_kv_heads, model.kv_bytes_per_token) == (8, 60 * 2 * 8 * 64 * 2)
+
+
+def test_command_rs_context_is_its_model_max_length(tmp_path: Path) -> None:
+    cohere = dense("cohere", 40, 8192, 22528, 64, 64, 256000, 8192, model_max_length=131072)
+    assert read(tmp_path, cohere).context_tokens == 131072
+
+
+def test_modelopts_kv_cache_scheme_is_read(tmp_path: Path) -> None:
+    quantised = {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    model = read(tmp_path, dense("llama", 32, 4096, 14336, 32, 8, 128256, 131072, quantization_config=quantised))
+    assert model.kv_bytes_per_token == 32 * 2 * 8 * 128
+
+
+def test_bits_by_module_and_bidirectional_attention_are_refused(tmp_path: Path) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*attn.*": {}}}
+    with pytest.raises(ConfigError, match="dynamic = "):
+        read(tmp_path, dense("llama", 32, 4096, 14336, 32, 8, 128256, 131072, quantization_config=gptq))
+    with pytest.raises(ConfigError, match="use_bidirectional_attention = true"):
+        read(tmp_path, dense("gemma3_text", 24, 768, 1152, 3, 1, 262144, 2048, use_bidirectional_attention=True))
