@@ -79,7 +79,12 @@ class StepProfile:
         """:class:`ProfileError` names the file."""
         raw = door.read_object(path, ProfileError, "step times")
         raw.pop("source", None)
-        return door.typed(raw, cls, path, ProfileError)
+        profile = door.typed(raw, cls, path, ProfileError)
+        for name in ("prefill_tokens", "batches", "contexts"):
+            if len(getattr(profile, name)) < 2:  # nothing to interpolate between; a sweep cut short may still tell the drift
+                raise ProfileError(f"{path}: {name}: must be two or more whole numbers, ascending: measure them again with "
+                                   "bullet-run steps")
+        return profile
 
     def __post_init__(self) -> None:
         """Sizes ascend and times are times: a file may have been written by hand."""
@@ -96,7 +101,7 @@ class StepProfile:
         need(self.num_sms > 0, "num_sms: must be a whole number, 1 or more")
         for name in ("prefill_tokens", "batches", "contexts"):
             sizes = getattr(self, name)
-            need(len(sizes) > 1 and rise(sizes), f"{name}: must be two or more whole numbers, ascending")
+            need(len(sizes) > 0 and rise(sizes), f"{name}: must be two or more whole numbers, ascending")
         need(times(self.prefill_s, len(self.prefill_tokens)), "prefill_s: must be a positive time for each of prefill_tokens")
         need(len(self.decode_s) == len(self.batches) and all(times(row, len(self.contexts)) for row in self.decode_s),
              "decode_s: must be a positive time for each of batches and contexts")

@@ -133,7 +133,7 @@ def test_a_validation_on_a_gpu_measures_each_split_and_closes_the_loop(served, c
     assert run_cli.main(["validate", "--from", str(out), "--profile", str(fitted)]) == 0
     assert "the simulator knows the machine by the profile" in capsys.readouterr().out
     result = json.loads((out / "validation.json").read_text())
-    assert result["device"] == "analytic, h100's efficiencies"
+    assert result["device"].startswith("analytic, h100's efficiencies, of unknown origin")  # its file was made by hand
     assert result["runs"][0]["completed"] == [4, 4]
 
 

@@ -145,7 +145,7 @@ def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path
     out = tmp_path / "out"
     assert run(*replay_args(trace, model, out, policy), "--record", tmp_path / "r.jsonl") == 0
     text = capsys.readouterr().out
-    assert "measured on CPU, NO PARTITION (partition: none: lanes take turns, SMs of a nominal a100-80gb)" in text
+    assert "measured on CPU, NO PARTITION (partition: none: lanes take turns, SMs of a nominal a100-80gb)" in " ".join(text.split())
     assert "hand-over" in text
     stored = load_run(out)
     assert stored.summary["source"] == "measured"
