@@ -145,7 +145,8 @@ def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path
     out = tmp_path / "out"
     assert run(*replay_args(trace, model, out, policy), "--record", tmp_path / "r.jsonl") == 0
     text = capsys.readouterr().out
-    assert "measured on CPU, NO PARTITION (partition: none: lanes take turns, SMs of a nominal a100-80gb)" in " ".join(text.split())
+    told = " ".join(text.split())  # in lines of the terminal's width
+    assert "measured on CPU, NO PARTITION (partition: none: lanes take turns, SMs of a nominal a100-80gb)" in told
     assert "hand-over" in text
     stored = load_run(out)
     assert stored.summary["source"] == "measured"

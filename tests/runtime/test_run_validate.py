@@ -95,7 +95,7 @@ def test_drift_is_of_the_sizes_that_both_have():
 
 
 def test_splits_are_those_that_the_machine_granted():
-    granted = dataclasses.replace(PROFILE, num_sms=132, decode_sms=((16, 3.0), (28, 2.0), (132, 1.0)))
+    granted = dataclasses.replace(PROFILE, num_sms=132, decode_sms=((16, 3.0), (28, 2.0), (132, 1.0)), prefill_sms=((132, 1.0),))
     config = load_run_config(None, {})
     assert run_validate.splits_of(granted, config).decode_sms.tolist() == [16, 28]
     assert run_validate.splits_of(PROFILE, config).decode_sms.tolist() == [2, 4, 6]

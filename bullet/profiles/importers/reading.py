@@ -113,10 +113,8 @@ def text(raw: Mapping[str, Any], name: str, path: Path, index: int) -> str:
 
 def make_row(origin: Origin, path: Path, index: int, gpu: str | GpuSpec, seconds: float, columns: Mapping[str, Any]) -> Row:
     """One imported row: alone, on the whole device. ``order`` is the position in its file."""
-    if isinstance(gpu, GpuSpec):
-        gpu, sms = gpu.name, gpu.num_sms
-    else:
-        sms = gpu_of(gpu, f"{path}: row {index}").num_sms
+    spec = gpu if isinstance(gpu, GpuSpec) else gpu_of(gpu, f"{path}: row {index}")
+    gpu, sms = gpu.name if isinstance(gpu, GpuSpec) else gpu, spec.num_sms
     op = columns["op"]
     shape = ",".join(f"{name}={columns[name]:.15g}" for name in SHAPE if columns.get(name) is not None)
     row = {"id": f"{origin.version}|{op}|{shape}", "kind": "solo", "backend": "none", "partition": "none",
