@@ -138,7 +138,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
             raise ProfileError(f"{where}: {name} = {short(value)}: must be one line of text")
         elif isinstance(value, int) and not -2**63 <= value < 2**63:
             raise ProfileError(f"{where}: {name} = {short(value)}: must be a whole number of 64 bits")
-        elif name.endswith("_s") and not (value > 0 or (value == 0 and name != "median_s")):
+        elif isinstance(value, float) and name.endswith("_s") and not (value > 0 or (value == 0 and name != "median_s")):
             raise ProfileError(f"{where}: {name} = {value!r}: must be positive")
         full[name] = value
     return full
