@@ -41,7 +41,7 @@ class WaitsChecked(Recorder):
     def full(self, state: SystemState) -> None:
         """Some prompt at the head of Q does not fit, and decodes are there whose end will free blocks."""
         assert state.prefill is None
-        assert not all(fits(state, request) for request in state.queue)
+        assert not all(fits(state, state.kv.blocks_for(request.known_tokens)) for request in state.queue)
         assert state.decode_seqs > 0
 
 
