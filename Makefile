@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: gpu-validate demo test test-core test-torch test-triton39 lint gpu clean
+.PHONY: gpu-validate gpu-plan demo test test-core test-torch test-triton39 lint gpu clean
 
 # For the tests that need torch: a CPU build, in an environment of its own (1.9 GB). Where plain `torch` is a CUDA build of
 # several gigabytes, name an index of CPU builds as pip takes it: make test TORCH="torch==2.13.0 --index-url URL"
@@ -12,16 +12,11 @@ TORCH ?= torch==2.13.0
 TORCH_VENV := .venv-torch
 
 # For `make gpu`: the machine's own python with torch, triton, cuda-bindings; nothing is installed, no network needed.
-# GPU_ARGS: further options of `bullet-profile gpu`, as --allow-busy.
+# GPU_ARGS: further options of `bullet-profile stages`, as --no-engine, or --device simulated to try it without a card.
 GPU_PYTHON ?= python3
-BUDGET_S ?= 240
+BUDGET_S ?= 600
 OUT ?= runs/gpu
-GPU_ARGS ?=
-# The engine's share of BUDGET_S, after the co-run matrix: two fifths; 0: no engine, as where that is too little for a run.
-ENGINE_S ?= $(shell s=$$(($(BUDGET_S) * 2 / 5)); [ $$s -ge 60 ] && echo $$s || echo 0)
-# --foreground: the signal reaches the command once; it then ends its step, keeps its rows and closes the device.
-VALIDATE = timeout --foreground -s INT -k 20 $(1) $(GPU_PYTHON) -m bullet.cli.run validate --device cuda --budget-s $(1) \
-    $(filter --allow-busy,$(GPU_ARGS)) --out $(OUT)-engine-$$(date +%Y%m%d-%H%M%S)
+GPU_ARGS ?= --allow-busy
 
 # Stamps: repeated only when the requirements change.
 $(VENV)/.base: pyproject.toml requirements/base.txt
@@ -69,17 +64,20 @@ test-triton39:
 	.venv-triton39/bin/python -m pip --disable-pip-version-check -q install --no-deps -e .
 	TRITON_DEFAULT_FP_FUSION=1 .venv-triton39/bin/python -m pytest tests/kernels
 
-# Check, co-run sweep, then the engine on this card under the policies of docs/runtime.md, all within BUDGET_S. Whatever
-# befalls the engine, the sweep's rows are there, its summary is printed last and the status is its own; what the engine
-# says goes to $(OUT)-engine.txt. Without simpy it is only measured: `bullet-run validate --from FOLDER` makes the table elsewhere.
+# Proof, co-run matrix, controls and SM axis; the project's own kernels; the engine: each in a process of its own, all within
+# BUDGET_S, all under OUT in at most eight files. The same command again resumes.
 gpu:
-	$(GPU_PYTHON) -m bullet.cli.profile gpu --budget-s $$(($(BUDGET_S) - $(ENGINE_S))) --out $(OUT) $(GPU_ARGS)
-	-@if [ $(ENGINE_S) -gt 0 ]; then $(call VALIDATE,$(ENGINE_S)) >> $(OUT)-engine.txt 2>&1; \
-	    echo "engine: exit status $$?, what it said is in $(OUT)-engine.txt"; else echo "no engine: ENGINE_S = $(ENGINE_S)"; fi
+	$(GPU_PYTHON) -m bullet.cli.profile stages --budget-s $(BUDGET_S) --out $(OUT) $(GPU_ARGS)
 
-# The engine alone, with all of BUDGET_S.
+# What that would measure, and when; needs no card.
+gpu-plan:
+	$(GPU_PYTHON) -m bullet.cli.profile stages --plan-only --gpu h200 --budget-s $(BUDGET_S) $(GPU_ARGS)
+
+# The engine alone, with all of BUDGET_S. --foreground: the signal reaches the command once; it then ends its step, keeps its
+# rows and closes the device. Without simpy it is only measured: `bullet-run validate --from FOLDER` makes the table elsewhere.
 gpu-validate:
-	$(call VALIDATE,$(BUDGET_S))
+	timeout --foreground -s INT -k 20 $(BUDGET_S) $(GPU_PYTHON) -m bullet.cli.run validate --device cuda \
+	    --budget-s $(BUDGET_S) $(filter --allow-busy,$(GPU_ARGS)) --out $(OUT)-engine-$$(date +%Y%m%d-%H%M%S)
 
 clean:
 	rm -rf $(VENV) $(TORCH_VENV) .venv-triton39

@@ -258,6 +258,14 @@ def embedding_bytes(model: ModelSpec, tokens: int) -> float:
     return 2.0 * model.dtype_bytes * tokens * model.hidden_size
 
 
+def activation_bytes(model: ModelSpec, tokens: int, dtype_bytes: int) -> int:
+    """Most that a layer's tensors hold at once over ``tokens`` new ones, weights and caches aside: at the activation the gated
+    projection and its product (three times the inner size), and the residual stream, the normalised input, queries, attended
+    values and the step's own input (five times the width). Experts: of those that a token visits."""
+    inner = model.intermediate_size * max(1, model.experts_per_token if model.num_experts else 1)
+    return tokens * dtype_bytes * (3 * inner + 5 * model.hidden_size)
+
+
 def layer_kernels(model: ModelSpec, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int,
                   tensor_parallel: int = 1, speed: float = 1.0) -> list[KernelWork]:
     """All kernels of the mean layer for a prefill (``pieces``), decode or hybrid batch."""

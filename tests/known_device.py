@@ -8,7 +8,7 @@ from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
-from bullet.profiler.plan import Shape, kernels_of
+from bullet.profiler.shapes import Shape, kernels_of
 from bullet.profiles import forms as fit
 from bullet.profiles import sm_axis as fit_sms
 from bullet.profiles.rows import ENGINE_OPS
@@ -74,4 +74,5 @@ class KnownRates:
 
     def seconds(self, model: ModelSpec, shape: Shape, sms: int) -> float:
         """One repetition on so many SMs."""
+        shape = shape._replace(op=shape.op.removeprefix("cudnn_"))
         return seconds_of(self.device(shape.op), shape, sms)

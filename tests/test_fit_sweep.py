@@ -15,11 +15,14 @@ from bullet.devices.coefficients import DeviceCoefficients
 from bullet.errors import ProfileError
 from bullet.gpu.partition import simulated_table
 from bullet.gpu.splits import granularity
-from bullet.profiler.bench import NO_CLOCKS, Measurement, lane_units
+from bullet.profiler import cells
+from bullet.profiler.axes import CORE_DECODE_SHARES, choose_splits, gpu_axes
+from bullet.profiler.bench import NO_CLOCKS, lane_units
+from bullet.profiler.cells import Side
 from bullet.profiler.check import unchecked
-from bullet.profiler.plan import CORE_DECODE_SHARES, ENGINE_LAYERS, Point, Rates, Shape, choose_splits, gpu_axes, make_plan
+from bullet.profiler.plan import Point, Rates, make_plan
+from bullet.profiler.shapes import ENGINE_LAYERS, Shape
 from bullet.profiler.sweep import run_sweep
-from bullet.profiler.timing import Stats
 from bullet.profiles.journal import Journal
 from bullet.profiles.rows import ENGINE_OPS, write_parquet
 from bullet.profiles.sweeps import model_of, of_implementation, read_rows
@@ -42,28 +45,36 @@ class Known:
         self.table = simulated_table(SPLITS, 108, (8, 0))
         self.rates = KnownRates(LLAMA, GPU, ENGINE, TORCH)
 
-    def row(self, lane, shape, sms, seconds, *beside):
-        return Measurement(lane, shape, sms, Stats(seconds, seconds, seconds, 25), 1, *beside)
+    torch_attention, busy = None, False
 
-    def measure(self, point):
+    def seconds(self, point, which):
+        """Of each lane that runs in such a window."""
         p, d = lane_units(self, point, "prefill"), lane_units(self, point, "decode")
-        if point.kind != "corun":
-            sms = lane_units(self, point, point.lane)
-            return [self.row(point.lane, point.shape, sms, self.rates.seconds(LLAMA, point.shape, sms))]
-        device, own, other = self.rates.device(point.shape.op), point.shape, point.other
+        own, other = point.shape, point.other
+        alone = {"a": self.rates.seconds(LLAMA, own, p if point.kind == "corun" else lane_units(self, point, point.lane))}
+        if other is not None:
+            alone["b"] = self.rates.seconds(LLAMA, other, d)
+        if which != "ab":
+            return [alone[which]]
         if point.split is None:  # shared SMs, in a way that no fit of the loss may look at
-            p_s, d_s = (3 * self.rates.seconds(LLAMA, shape, 108) for shape in (own, other))
-            return [self.row("prefill", own, p, p_s, other.op, other, d, 1e12, 0.1),
-                    self.row("decode", other, d, d_s, own.op, own, p, 1e12, 0.1)]
+            return [3 * alone["a"], 3 * alone["b"]]
+        device = self.rates.device(own.op)
         prefill = device.prefill_work([(own.tokens, 0)], 1, logits_seqs=0)
         decode = device.hybrid_work((), other.batch, other.batch * other.context_tokens, logits_seqs=0, layers=1)
-        p_s, d_s = device.corun_seconds(prefill, p, decode, d)
-        return [self.row("prefill", own, p, p_s, other.op, other, d, 1e12, 0.1),
-                self.row("decode", other, d, d_s, own.op, own, p, 1e12, 0.1)]
+        return device.corun_seconds(prefill, p, decode, d)
+
+    def measure(self, point):
+        lanes = ("prefill" if point.kind == "corun" else point.lane, "decode")
+
+        def sides(which):
+            return [Side(lanes[i], (point.shape, point.other)[i], lane_units(self, point, lanes[i]), [seconds] * 25, 1, 0.1, 1.0,
+                         1e12) for i, seconds in zip(["ab".index(c) for c in which], self.seconds(point, which), strict=True)]
+        return cells.measure(point, lambda steps: [sides(which) for which in steps])
 
     def allowed(self, point):
         """The device says what layers do beside each other, with a split and without; no controls."""
-        return point.kind == "solo" or (point.kind == "corun" and point.shape.op.endswith("_layer"))
+        return point.kind == "solo" or (point.kind == "corun" and point.shape.op.endswith("_layer")
+                                        and point.sharing != "bounded")
 
     def anchor(self):
         return self.measure(Point("solo", None, "full", Shape("prefill_layer", 2048)))[0]
@@ -155,7 +166,7 @@ def test_bandwidth_against_sms_is_torchs_attentions_where_the_engines_was_not_me
     """What a budget or a broken-off sweep leaves: the engine's attention on all SMs, torch's along SMs, half of the tokens. GEMMs
     alone may give all bandwidth to three of a hundred SMs (so they did with the first half of the rows)."""
     rows = read_rows(swept(tmp_path / "a"))
-    last = max(r["order"] for r in rows if r["tier"] == "SM axis")
+    last = max(r["order"] for r in rows if r["tier"] == "own kernels")
     early = [r for r in rows if r["order"] <= last]
     assert not any(r["op"] in ("paged_decode_attention", "own_prefill_attention") and r["split_prefill_sms"] for r in early)
     write_parquet(tmp_path / "samples.parquet", early, {})

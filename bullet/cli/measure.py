@@ -20,7 +20,8 @@ from bullet.cli.common import Parser, out_folder
 from bullet.cli.lifecycle import command
 from bullet.errors import ConfigError
 from bullet.gpu.splits import Split
-from bullet.profiler import session, summary
+from bullet.profiler import session, stages, summary
+from bullet.profiler.plan import LEAD_S, PARTS
 from bullet.profiler.session import Target
 
 PROG = "bullet-profile"
@@ -73,8 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     for name, text in (("check", "prove each pair of partitions with an SM probe"),
                        ("sweep", "prove the partitions, then measure alone and side by side"),
-                       ("gpu", "check, then sweep; verdicts and the co-run table are printed last")):
+                       ("gpu", "check, then sweep; verdicts and the co-run table are printed last"),
+                       ("stages", "all that make gpu does: matrix, own kernels, engine, each in a process of its own")):
         command = commands.add_parser(name, help=text, description=text)
+        if name == "stages":
+            command.add_argument("--no-engine", dest="engine", action="store_false", help="the sweep's parts alone")
         command.add_argument("--device", choices=session.DEVICES, default=Target.device)
         command.add_argument("--backend", choices=session.BACKENDS, default=Target.backend,
                              help="how SMs are partitioned; auto: green contexts, else (sweep only) none, labelled so")
@@ -95,6 +99,12 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--threads", type=_threads, default=None, help="--device cpu: threads that stand in for SMs")
         command.add_argument("--noise-std", type=partial(_number, least=0.0), default=Target.noise_std,
                              help="--device simulated: relative noise")
+        command.add_argument("--part", dest="parts", action="append", default=None, choices=sorted(PARTS),
+                             help="only this part of the plan: corun (matrix, controls, checks, SM axis) or own (our kernels, "
+                                  "more sizes, a finer matrix); may be repeated")
+        command.add_argument("--lead-s", type=partial(_number, least=0.0), default=Target.lead_s, metavar="S",
+                             help="load before each window of a cell but its first (default %(default)s; before the first "
+                                  f"{LEAD_S})")
         command.add_argument("--plan-only", action="store_true", help="print the plan for --gpu and stop; needs no device")
     command = commands.add_parser("table", help="table and summary of a sweep from its rows; needs no device")
     command.add_argument("out", type=Path, help="the sweep's folder")
@@ -124,11 +134,35 @@ def measure(args: argparse.Namespace) -> int:
     if args.command == "check":
         report = session.check(target, args.out, say=say)
         return 0 if target.device == "simulated" or (report.proven and not report.refused) else 1
-    asked = {"model": args.model, "budget_s": args.budget_s, "seed": args.seed, "skip": args.skip}
+    asked = {"model": args.model, "budget_s": args.budget_s, "seed": args.seed, "skip": args.skip,
+             "parts": args.parts or tuple(PARTS)}
+    if args.command == "stages":
+        return _stages(args, target, started_s)
     if args.plan_only:
         say("\n".join(session.plan_lines(target, **asked)))
         return 0
     return session.sweep(target, args.out, started_s=started_s, say=say, **asked).status
+
+
+def _stages(args: argparse.Namespace, target: Target, started_s: float) -> int:
+    budget_s = args.budget_s or 600.0
+    if args.plan_only:
+        say("\n".join(stages.plan_lines(target, budget_s=budget_s, model=args.model, seed=args.seed, skip=args.skip,
+                                        engine=args.engine)))
+        return 0
+    if args.out is None:
+        raise ConfigError("stages: --out FOLDER is needed: all parts write there")
+    model = ["--model", args.model] if args.model else []
+    passed = [*model, "--device", args.device, "--gpu", args.gpu, "--backend", args.backend, "--seed", str(args.seed),
+              "--lead-s", str(args.lead_s)]
+    passed += ["--splits", ",".join(map(str, args.splits))] if args.splits else []
+    passed += [flag for flag, given in (("--allow-busy", args.allow_busy),
+                                        ("--ignore-coscheduling", args.ignore_coscheduling)) if given]
+    passed += [word for op in args.skip for word in ("--skip", op)]
+    outcome = stages.stages(target, args.out, budget_s=budget_s, arguments=passed, engine=args.engine, say=say,
+                            started_s=started_s, engine_arguments=[*model, *(["--allow-busy"] if args.allow_busy else [])])
+    say("\n".join(["", *outcome.lines]))
+    return outcome.status
 
 
 def _target(args: argparse.Namespace) -> Target:

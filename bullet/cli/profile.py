@@ -13,7 +13,8 @@ from bullet.cli.common import Parser
 from bullet.cli.lifecycle import command
 
 MEASURING = (("check", "prove each pair of SM partitions"), ("sweep", "measure alone and side by side"),
-             ("gpu", "check, then sweep"), ("table", "a sweep's table from its rows"), ("compare", "do two sweeps agree?"))
+             ("gpu", "check, then sweep"), ("stages", "all of make gpu"), ("table", "a sweep's table from its rows"),
+             ("compare", "do two sweeps agree?"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(prog="bullet-profile", description="Measure kernels against SMs, fit devices to tables, show either. Each "
                     "command has its own --help.")
     commands = parser.add_subparsers(dest="command", required=True,
-                                     metavar="check | sweep | gpu | table | compare | import | fit | show")
+                                     metavar="check | sweep | gpu | stages | table | compare | import | fit | show")
     for name, text in MEASURING:
         commands.add_parser(name, help=text, add_help=False)
     fit.add_commands(commands)

@@ -18,6 +18,7 @@ Sources: CUDA driver API reference, "Green Contexts"; ../shared/GPU.md. Not yet 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,13 +55,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class Pair:
-    """One entry of the table: both lanes of a split. ``creation_s``: wall-clock seconds to make it."""
+    """One entry of the table: both lanes of a split. ``creation_s``: wall-clock seconds to make it. ``group``: the lane that
+    holds the group of SMs that was asked for, while the other has the remainder; empty where nothing is split."""
 
     index: int
     asked: Split
     prefill: Lane
     decode: Lane
     creation_s: float = 0.0
+    group: str = ""
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -218,7 +221,7 @@ def green_context_table(splits: Iterable[Split], *, driver: Driver | None = None
                 owner.destroy(keep=mark)
                 table.refused.append((split, str(exc)))
                 continue
-            table.pairs.append(Pair(len(table.pairs), split, *lanes, creation_s=clock() - started))
+            table.pairs.append(Pair(len(table.pairs), split, *lanes, creation_s=clock() - started, group=_group(split, rule)))
         if not table.pairs:
             reasons = "; ".join(reason for _, reason in table.refused) or "no split was asked for"
             raise SplitRefusedError(f"no split was granted: {reasons}")
@@ -231,9 +234,14 @@ def green_context_table(splits: Iterable[Split], *, driver: Driver | None = None
     return table
 
 
+def _group(split: Split, rule: Granularity) -> str:
+    """Which side of a split is asked for as a group: prefill wherever that is possible."""
+    return "prefill" if split.prefill_sms % rule.multiple_sms == 0 else "decode"
+
+
 def _make_pair(owner: _GreenContexts, split: Split, rule: Granularity, flags: int, priorities: tuple[int, int],
                wrap: Callable[[int], Any]) -> tuple[Lane, Lane]:
-    grouped_prefill = split.prefill_sms % rule.multiple_sms == 0
+    grouped_prefill = _group(split, rule) == "prefill"
     size = split.prefill_sms if grouped_prefill else split.decode_sms
     whole = owner.driver.sm_resource(owner.device)
     groups, count, remainder = owner.driver.call("cuDevSmResourceSplitByCount", 1, whole, flags, size)
@@ -277,4 +285,6 @@ def simulated_table(splits: Sequence[Split], num_sms: int, compute_capability: t
     rule = granularity(compute_capability, flags)
     for split in splits:
         require_legal(split, num_sms, rule)
-    return plain_table("simulated", num_sms, splits)
+    table = plain_table("simulated", num_sms, splits)
+    table.pairs = [dataclasses.replace(pair, group=_group(pair.granted, rule)) for pair in table.pairs]
+    return table

@@ -30,7 +30,9 @@ import triton
 import triton.language as tl
 
 from bullet.kernels.launch import (
+    DEEP_STAGES,
     Compiled,
+    capability_of,
     dot_in_fp32,
     output_like,
     power_of_two,
@@ -38,6 +40,7 @@ from bullet.kernels.launch import (
     require_one_device,
     require_paged,
     require_sms,
+    shared_limit,
 )
 
 BLOCK_TOKENS_READ = 64
@@ -145,6 +148,25 @@ def tile_tokens(dtype: torch.dtype, head_dim: int) -> int:
     return WIDE_TOKENS_READ if dtype == torch.float32 and head_dim > 128 else BLOCK_TOKENS_READ
 
 
+SHALLOW_STAGES = 3
+NARROW_SMS = 32
+"""Below, a lane's bandwidth is what its SMs have under way, not what memory gives. *Assumed.*"""
+
+
+def pipeline_stages(capability: int, num_sms: int, dtype: torch.dtype, head_dim: int) -> int:
+    """Deep where two buffers leave room for two blocks on an SM; where they leave room for one (sm_89: 99 KB), deep on a narrow
+    lane only, whose SMs each need more bytes under way, and else two shallow blocks that hide each other's waits."""
+    buffers = 2 * 2 * tile_tokens(dtype, head_dim) * power_of_two(head_dim) * dtype.itemsize
+    needed = buffers + SMALL_BUFFERS_BYTES
+    if needed > shared_limit(capability):
+        return SHALLOW_STAGES
+    return DEEP_STAGES if 2 * needed <= shared_limit(capability) or num_sms < NARROW_SMS else SHALLOW_STAGES
+
+
+SMALL_BUFFERS_BYTES = 12 << 10
+"""Queries, weights and block numbers beside the buffers of keys and values."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Splits of one step: ``split_starts`` (B + 1,) and ``split_tokens`` (1,), int32 on the device.
@@ -227,7 +249,7 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         workspace.lse, scale * math.log2(math.e), batch, kv_heads, q.stride(0), q.stride(1), *k_cache.stride()[:3],
         block_tables.stride(0), BATCH=power_of_two(batch), GROUP=group, ROWS=max(MIN_ROWS, power_of_two(group)),
         HEAD_DIM=head_dim, DIM=dim, PAGE=k_cache.shape[2], TILE=tile_tokens(q.dtype, head_dim), WIDE=dot_in_fp32(q.dtype),
-        num_warps=4, num_stages=3)
+        num_warps=4, num_stages=pipeline_stages(capability_of(q), num_sms, q.dtype, head_dim))
     join_splits_kernel[(min(plan_.programs * 4, batch * heads),)](
         workspace.partial, workspace.lse, plan_.split_starts, out, batch, heads, out.stride(0), out.stride(1),
         HEAD_DIM=head_dim, DIM=dim, num_warps=1)
@@ -259,7 +281,8 @@ def decode_attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: 
     return out
 
 
-def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int, batch: int = 64) -> dict[str, Compiled]:
+def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int, batch: int = 64, sms: int = 132
+              ) -> dict[str, Compiled]:
     attention = Compiled(
         decode_attention_kernel,
         {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "tables_ptr": "*i32", "lengths_ptr": "*i32",
@@ -268,18 +291,21 @@ def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int, b
          "cache_stride_block": "i32", "cache_stride_head": "i32", "cache_stride_token": "i32", "table_stride": "i32"},
         {"BATCH": batch, "GROUP": group, "ROWS": max(MIN_ROWS, power_of_two(group)), "HEAD_DIM": head_dim,
          "DIM": power_of_two(head_dim), "PAGE": 16, "TILE": tile_tokens(torch_dtype, head_dim), "WIDE": False},
+        num_stages=lambda capability: pipeline_stages(capability, sms, torch_dtype, head_dim),
         aligned=("q_stride_seq", "q_stride_head", "cache_stride_block", "cache_stride_head", "cache_stride_token"))
     join = Compiled(
         join_splits_kernel,
         {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "starts_ptr": "*i32", "out_ptr": f"*{dtype}", "batch": "i32",
          "num_heads": "i32", "out_stride_seq": "i32", "out_stride_head": "i32"},
         {"HEAD_DIM": head_dim, "DIM": power_of_two(head_dim)}, num_warps=1)
-    return {f"decode_attention_{dtype}_g{group}_d{head_dim}_batch_{batch}": attention,
+    narrow = "_narrow" if sms < NARROW_SMS else ""
+    return {f"decode_attention_{dtype}_g{group}_d{head_dim}_batch_{batch}{narrow}": attention,
             f"join_splits_{dtype}_d{head_dim}": join}
 
 
 COMPILED: dict[str, Compiled] = {
-    **_compiled("bf16", torch.bfloat16, 4, 128), **_compiled("bf16", torch.bfloat16, 8, 128, 1),
+    **_compiled("bf16", torch.bfloat16, 4, 128), **_compiled("bf16", torch.bfloat16, 4, 128, sms=20),
+    **_compiled("bf16", torch.bfloat16, 8, 128, 1),
     **_compiled("bf16", torch.bfloat16, 7, 64, 256), **_compiled("bf16", torch.bfloat16, 16, 256),
     **_compiled("fp16", torch.float16, 8, 128), **_compiled("fp32", torch.float32, 1, 80),
     **_compiled("fp32", torch.float32, 1, 256)}

@@ -12,8 +12,9 @@ compile in mid-service would be seconds of somebody's TTFT.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -95,18 +96,43 @@ def power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
+SHARED_MEMORY_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Most that a block may use, by compute capability (CUDA C++ programming guide, table of compute capabilities)."""
+DEEP_STAGES = 5
+"""Of a loop that loads a block table, then keys and values through it: one stage goes to the table and one is in use, so that
+five leave two buffers of keys and values, and the loop waits for the older (``cp.async.wait_group 3`` in the compiled code). With
+two or three it waits for all loads before each tile, and arithmetic never overlaps them."""
+
+
+def shared_limit(capability: int) -> int:
+    """Of the newest capability that is not above this one."""
+    return SHARED_MEMORY_BYTES[max((c for c in SHARED_MEMORY_BYTES if c <= capability), default=80)]
+
+
+@lru_cache(maxsize=8)
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def capability_of(tensor: torch.Tensor) -> int:
+    """Compute capability of its device, 80 for 8.0; on a CPU, where kernels are interpreted, 80."""
+    return _capability(tensor.device) if tensor.is_cuda else 80
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One specialisation to compile without a GPU: argument types by name, compile-time constants, options.
 
-    Pointers are declared divisible by 16, as torch's allocations are, but for those that the kernel leaves open.
+    Pointers are declared divisible by 16, as torch's allocations are, but for those that the kernel leaves open. ``num_stages``:
+    a number, or what gives it for a capability.
     """
 
     kernel: Any
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int | Callable[[int], int] = 3
     aligned: tuple[str, ...] = field(default=())
 
 
@@ -122,6 +148,7 @@ def compile_for(entry: Compiled, capability: int) -> Any:
     left_open = {p.name for p in entry.kernel.params if p.do_not_specialize}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(order)
                   if (signature[name].startswith("*") or name in entry.aligned) and name not in left_open}
+    stages = entry.num_stages(capability) if callable(entry.num_stages) else entry.num_stages
     source = ASTSource(fn=entry.kernel, signature=signature, constexprs=dict(entry.constants), attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                          options={"num_warps": entry.num_warps, "num_stages": entry.num_stages})
+                          options={"num_warps": entry.num_warps, "num_stages": stages})

@@ -27,7 +27,9 @@ import triton.language as tl
 
 from bullet.kernels.decode_attention import gather
 from bullet.kernels.launch import (
+    DEEP_STAGES,
     Compiled,
+    capability_of,
     dot_in_fp32,
     output_like,
     power_of_two,
@@ -35,6 +37,7 @@ from bullet.kernels.launch import (
     require_one_device,
     require_paged,
     require_sms,
+    shared_limit,
 )
 
 PROGRAMS_PER_SM = 2
@@ -140,6 +143,21 @@ def tile_sizes(dtype: torch.dtype, head_dim: int, longest: int) -> tuple[int, in
     return max(MIN_TILE_ROWS, min(rows, power_of_two(longest))), keys
 
 
+SHALLOW_STAGES = 2
+
+
+def pipeline_stages(capability: int, dtype: torch.dtype, head_dim: int, tile_rows: int) -> int:
+    """Deep where two buffers of keys and values fit beside the queries; on sm_90 the products read queries and weights from
+    shared memory too. A tile of 128 rows has an SM to itself by its registers, whatever the buffers."""
+    keys, dim = tile_sizes(dtype, head_dim, tile_rows)[1], power_of_two(head_dim)
+    queries = tile_rows * dim * dtype.itemsize * (2 if capability >= 90 else 1)
+    needed = 2 * 2 * keys * dim * dtype.itemsize + queries + SMALL_BUFFERS_BYTES
+    return DEEP_STAGES if needed <= shared_limit(capability) else SHALLOW_STAGES
+
+
+SMALL_BUFFERS_BYTES = 3 << 10
+
+
 def plan(new_tokens: Sequence[int], past_tokens: Sequence[int], tile_rows: int, device: torch.device) -> Plan:
     """List the tiles on the host, those that see most keys first."""
     tiles = [(past + min(row + tile_rows, new), seq, row)
@@ -183,7 +201,8 @@ def prefill_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
         scale * math.log2(math.e), tiles, heads, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         *k_cache.stride()[:3], block_tables.stride(0), GROUP=heads // k_cache.shape[1], HEAD_DIM=head_dim,
         DIM=power_of_two(head_dim), PAGE=k_cache.shape[2], TILE_ROWS=plan_.tile_rows, TILE_KEYS=tile_keys, WIDE=wide,
-        num_warps=8 if plan_.tile_rows == 128 else 4, num_stages=2)
+        num_warps=8 if plan_.tile_rows == 128 else 4,
+        num_stages=pipeline_stages(capability_of(q), q.dtype, head_dim, plan_.tile_rows))
     return out
 
 
@@ -220,7 +239,8 @@ def _compiled(dtype: str, torch_dtype: torch.dtype, group: int, head_dim: int, l
     return {f"prefill_attention_{dtype}_g{group}_d{head_dim}_{rows}_rows": Compiled(
         prefill_attention_kernel, {**pointers, **indices, **scalars, "scale_log2": "fp32"},
         {"GROUP": group, "HEAD_DIM": head_dim, "DIM": power_of_two(head_dim), "PAGE": 16, "TILE_ROWS": rows,
-         "TILE_KEYS": keys, "WIDE": False}, num_warps=8 if rows == 128 else 4, num_stages=2, aligned=strides)}
+         "TILE_KEYS": keys, "WIDE": False}, num_warps=8 if rows == 128 else 4, aligned=strides,
+        num_stages=lambda capability: pipeline_stages(capability, torch_dtype, head_dim, rows))}
 
 
 COMPILED: dict[str, Compiled] = {

@@ -25,8 +25,10 @@ from bullet.errors import ProfileError
 from bullet.estimators.sampling import SampledState, sample_device
 from bullet.gpu.partition import PartitionTable, plain_table
 from bullet.gpu.splits import Split
-from bullet.profiler import timing
-from bullet.profiler.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, flops_and_bytes
+from bullet.profiler import cells, timing
+from bullet.profiler.cells import Measurement, Side
+from bullet.profiler.plan import Point
+from bullet.profiler.shapes import CUDNN, ENGINE_LAYERS, OWN_KERNELS, TORCH_LAYERS, Shape, flops_and_bytes
 from bullet.profiles.rows import ENGINE_PHASES
 
 CPU_NAME = "CPU, no partition"
@@ -48,25 +50,6 @@ class BusyError(ProfileError):
     """Another process has come to the device: the sweep ends, what was measured is kept."""
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One lane's samples. ``stats``: seconds of one repetition. ``window_s`` is None alone.
-
-    ``corunner``: idle, a control's name, or an operation, whose size is ``corunner_shape``.
-    """
-
-    lane: str
-    shape: Shape
-    sms: int
-    stats: timing.Stats
-    repeats: int
-    corunner: str = "idle"
-    corunner_shape: Shape | None = None
-    corunner_sms: int | None = None
-    corunner_bytes_per_s: float | None = None
-    window_s: float | None = None
-
-
 class Bench(Protocol):
     """A device under measurement. ``source`` is measured or simulated; ``unit`` is SM or thread."""
 
@@ -77,6 +60,10 @@ class Bench(Protocol):
     num_units: int
     dtype: str
     table: PartitionTable
+    torch_attention: str | None
+    """What computes attention of torch's operations: a column of rows."""
+    busy: bool
+    """Whether another process was seen on the device."""
     left_s: Callable[[], float]
     """Seconds until the sweep's budget ends, set by the sweep; infinite before."""
 
@@ -93,7 +80,7 @@ class Bench(Protocol):
         ...
 
     def clocks(self) -> Mapping[str, Any]:
-        """``clock_sm_hz``, ``clock_mem_hz``, ``temperature_c``, ``power_w``: read, never set. ``busy`` once that is so."""
+        """``clock_sm_hz``, ``clock_mem_hz``, ``temperature_c``, ``power_w``, ``throttle``: read, never set."""
         ...
 
     def provenance(self) -> Mapping[str, Any]:
@@ -110,7 +97,7 @@ def no_limit() -> float:
     return math.inf
 
 
-NO_CLOCKS: dict[str, float | None] = {"clock_sm_hz": None, "clock_mem_hz": None, "temperature_c": None, "power_w": None}
+NO_CLOCKS: dict[str, Any] = {"clock_sm_hz": None, "clock_mem_hz": None, "temperature_c": None, "power_w": None, "throttle": None}
 
 
 def lane_units(bench: Bench, point: Point, lane: str) -> int:
@@ -137,6 +124,10 @@ class CpuBench:
     unit = "thread"
     gpu = CPU_NAME
     dtype = "float32"
+    torch_attention = "torch"
+    busy = False
+
+    LOADS = ("alu_spin", "memory_stream")
 
     def __init__(self, model: ModelSpec, *, threads: int | None = None, replays: int = 7, min_replay_s: float = 1e-3,
                  limit_bytes: int = 1 << 30, seed: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -174,38 +165,42 @@ class CpuBench:
         ops = {point.shape.op, point.other and point.other.op}
         if point.shape.op in ENGINE_PHASES and not (self._engine and self._shop.steps.fits(*point.shape[1:])):
             return False
-        return not ops.intersection(OWN_KERNELS) and (self._engine or not ops.intersection(ENGINE_LAYERS))
+        if point.control not in ("", "idle", *self.LOADS) or point.sharing in ("priority", "bounded") or point.told:
+            return False
+        return CUDNN not in ops and not ops.intersection(OWN_KERNELS) and (self._engine or not ops.intersection(ENGINE_LAYERS))
 
     def measure(self, point: Point) -> list[Measurement]:
-        if point.kind == "solo":
-            units = lane_units(self, point, point.lane)
-            repetitions = self._calibrate(point.shape, point.lane, units)
-            samples = [self._once(point.shape, point.lane, units, repetitions) for _ in range(self._replays)]
-            stats = timing.summarise([(i.end_s - i.start_s) / repetitions for i in samples])
-            return [Measurement(point.lane, point.shape, units, stats, repetitions)]
-        lane = "prefill" if point.kind == "corun" else point.lane
-        own: tuple[Any, str, int] = (point.shape, lane, lane_units(self, point, lane))
-        other: tuple[Any, str, int] = (point.other or point.control, other_lane(lane),
-                                       lane_units(self, point, other_lane(lane)))
-        counts = [self._calibrate(*one) for one in (own, other)]
-        trains: tuple[list[timing.Interval], list[timing.Interval]] = ([], [])
-        for turn in range(2 * self._replays + 5):
-            which = turn % 2
-            trains[which].append(self._once(*(own, other)[which], counts[which]))
-        rows = [self._beside(own, counts[0], trains[0], other, counts[1], trains[1])]
-        if point.kind == "corun":
-            rows.append(self._beside(other, counts[1], trains[1], own, counts[0], trains[0]))
-        return rows
+        own = (point.shape, "prefill" if point.kind == "corun" else point.lane)
+        names = (own[1], other_lane(own[1]))
+        works: list[tuple[Any, str, int]] = [(point.shape, names[0], lane_units(self, point, names[0]))]
+        if point.kind != "solo":
+            works.append((point.other or point.control, names[1], lane_units(self, point, names[1])))
+        counts = [1 if work[0] == "idle" else self._calibrate(*work) for work in works]
 
-    def _beside(self, own: tuple[Any, str, int], repetitions: int, train: list[timing.Interval],
-                other: tuple[Any, str, int], other_repetitions: int, other_train: list[timing.Interval]) -> Measurement:
+        def alone(at: int) -> Side:
+            taken = [self._once(*works[at], counts[at]) for _ in range(self._replays)]
+            return Side(works[at][1], works[at][0], works[at][2], [(i.end_s - i.start_s) / counts[at] for i in taken], counts[at])
+
+        def window(which: str) -> list[Side]:
+            if which != "ab":
+                return [alone("ab".index(which))]
+            if works[1][0] == "idle":
+                return [alone(0), Side(works[1][1], None, works[1][2], [], 0)]
+            trains: tuple[list[timing.Interval], list[timing.Interval]] = ([], [])
+            for turn in range(2 * self._replays + 5):
+                trains[turn % 2].append(self._once(*works[turn % 2], counts[turn % 2]))
+            return [self._side(works[i], counts[i], trains[i], trains[1 - i]) for i in range(2)]
+
+        return cells.measure(point, lambda steps: [window(which) for which in steps])
+
+    def _side(self, work: tuple[Any, str, int], repetitions: int, train: list[timing.Interval],
+              other_train: list[timing.Interval]) -> Side:
         window = timing.inside(train, other_train, repetitions)
-        busy_s = sum(i.end_s - i.start_s for i in other_train)
-        name, shape = (other[0].op, other[0]) if isinstance(other[0], Shape) else (other[0], None)
+        busy_s = sum(i.end_s - i.start_s for i in train)
+        shape = work[0] if isinstance(work[0], Shape) else None
         moved = flops_and_bytes(self.model, shape)[1] * 4 / self.model.dtype_bytes if shape else None
-        rate = moved * other_repetitions * len(other_train) / busy_s if moved is not None else None
-        return Measurement(own[1], own[0], own[2], timing.summarise(window.seconds), repetitions, name, shape, other[2],
-                           rate, window.window_s)
+        rate = moved * repetitions * len(train) / busy_s if moved is not None else None
+        return Side(work[1], shape, work[2], window.seconds, repetitions, window.window_s, window.both_share, rate)
 
     def _once(self, shape: Shape | str, lane: str, units: int, repetitions: int) -> timing.Interval:
         if self.left_s() < 0:  # on a busy machine one point can last a thousand times as long as on an idle one
@@ -251,7 +246,7 @@ class CpuBench:
     def anchor(self) -> Measurement:
         return self.measure(Point("solo", None, "full", anchor_shape(self.model, cpu=True)))[0]
 
-    def clocks(self) -> dict[str, float | None]:
+    def clocks(self) -> dict[str, Any]:
         return dict(NO_CLOCKS)
 
     def provenance(self) -> dict[str, Any]:
@@ -285,7 +280,7 @@ def anchor_shape(model: ModelSpec, *, cpu: bool = False) -> Shape:
 
 def sampled_state(shape: Shape, sms: int, beside: Shape | None = None, beside_sms: int = 0) -> SampledState:
     """One layer of ``shape``; with ``beside``, ``shape`` is the prefill and ``beside`` the decode."""
-    if shape.op == "decode_layer":
+    if shape.phase == "decode":
         return SampledState(num_seqs=shape.batch, context_tokens=shape.batch * shape.context_tokens, decode_sms=sms, layers=1)
     state = SampledState(((shape.tokens // shape.batch, shape.context_tokens),) * shape.batch, sms, layers=1)
     if beside is not None:
@@ -305,6 +300,8 @@ class SimulatedBench:
     backend = "simulated"
     source = "simulated"
     unit = "SM"
+    torch_attention = None
+    busy = False
 
     def __init__(self, model: ModelSpec, gpu_name: str, table: PartitionTable, *, noise_std: float = 0.03, seed: int = 0,
                  samples: int = 25) -> None:
@@ -324,42 +321,48 @@ class SimulatedBench:
         self.left_s: Callable[[], float] = no_limit
 
     def allowed(self, point: Point) -> bool:
-        layers = ("prefill_layer", "decode_layer")
+        pairs = (ENGINE_LAYERS, TORCH_LAYERS)
+        if point.told or point.sharing:
+            return False
         if point.kind == "solo":
-            return point.shape.op in layers
-        return point.kind == "corun" and point.split is not None and (
-            point.shape.op, point.other and point.other.op) == layers
+            return any(point.shape.op in pair for pair in pairs)
+        return point.kind == "corun" and point.split is not None and (point.shape.op, point.other and point.other.op) in pairs
 
-    def _sample(self, key: str, state: SampledState) -> dict[str, timing.Stats]:
-        """Statistics of one layer by phase."""
+    def _sample(self, key: str, state: SampledState) -> dict[str, list[float]]:
+        """Seconds of one layer by phase."""
         seed = int.from_bytes(hashlib.sha256(f"{self._seed}:{key}".encode()).digest()[:8])
         samples = sample_device(self.device, [state], seed=seed, noise_std=self._noise_std, repeats=self._samples)
-        return {phase: timing.summarise([s.seconds for s in samples if s.kind == phase])
-                for phase in sorted({s.kind for s in samples})}
+        return {phase: [s.seconds for s in samples if s.kind == phase] for phase in sorted({s.kind for s in samples})}
 
     def measure(self, point: Point) -> list[Measurement]:
-        if point.kind == "solo":
-            units = lane_units(self, point, point.lane)
-            (stats,) = self._sample(point.key, sampled_state(point.shape, units)).values()
-            return [Measurement(point.lane, point.shape, units, stats, 1)]
-        assert point.split is not None
-        assert point.other is not None
-        p, d = point.split
-        stats = self._sample(point.key, sampled_state(point.shape, p, point.other, d))
-        medians = {phase: found.median_s for phase, found in stats.items()}
-        window_s = self._samples * max(medians.values())
-        rows = (("prefill", point.shape, p, "decode", point.other, d), ("decode", point.other, d, "prefill", point.shape, p))
-        return [Measurement(lane, shape, units, stats[lane], 1, beside.op, beside, other_units,
-                            flops_and_bytes(self.model, beside)[1] / medians[other], window_s)
-                for lane, shape, units, other, beside, other_units in rows]
+        units = (lane_units(self, point, "prefill" if point.kind == "corun" else point.lane), lane_units(self, point, "decode"))
+        shapes = (point.shape, point.other)
+        names = ("prefill" if point.kind == "corun" else point.lane, "decode")
+
+        def window(which: str, step: int) -> list[Side]:
+            key = f"{point.key}|{point.replicate}|{step}"
+            if which != "ab":
+                i = "ab".index(which)
+                own = shapes[i]
+                assert own is not None
+                (seconds,) = self._sample(key, sampled_state(own, units[i])).values()
+                return [Side(names[i], own, units[i], seconds, 1)]
+            assert point.other is not None
+            found = self._sample(key, sampled_state(point.shape, units[0], point.other, units[1]))
+            means = {lane: sum(seconds) / len(seconds) for lane, seconds in found.items()}
+            window_s = self._samples * max(means.values())
+            return [Side(lane, shape, sms, found[lane], 1, window_s, 1.0, flops_and_bytes(self.model, shape)[1] / means[lane])
+                    for lane, shape, sms in zip(("prefill", "decode"), (point.shape, point.other), units, strict=True)]
+
+        return cells.measure(point, lambda steps: [window(which, step) for step, which in enumerate(steps)])
 
     def anchor(self) -> Measurement:
         self._anchors += 1
         shape = anchor_shape(self.model)
-        (stats,) = self._sample(f"anchor {self._anchors}", sampled_state(shape, self.num_units)).values()
-        return Measurement("full", shape, self.num_units, stats, 1)
+        (seconds,) = self._sample(f"anchor {self._anchors}", sampled_state(shape, self.num_units)).values()
+        return Measurement("full", shape, self.num_units, timing.summarise(seconds), 1)
 
-    def clocks(self) -> dict[str, float | None]:
+    def clocks(self) -> dict[str, Any]:
         return dict(NO_CLOCKS)
 
     def provenance(self) -> dict[str, Any]:

@@ -7,41 +7,46 @@ Not yet run on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from bullet.catalog.models import ModelSpec
 from bullet.errors import PartitionError, ProfileError, one_line
 from bullet.gpu.partition import Lane, Pair, PartitionTable, green_context_table, software_table, unpartitioned_table
 from bullet.gpu.splits import Split, granularity, legal_splits, nearest_split
-from bullet.profiler import timing
+from bullet.profiler import cells, timing
+from bullet.profiler.axes import choose_splits
 from bullet.profiler.bench import (
     BusyError,
     DeviceLostError,
     Load,
-    Measurement,
     PointError,
     anchor_shape,
-    lane_units,
     no_limit,
     other_lane,
 )
+from bullet.profiler.blas import SmTarget
 from bullet.profiler.card import CardReader, Props
-from bullet.profiler.check import Reading
-from bullet.profiler.lane_graphs import TRAIN_LIMIT, Graph, LaneGraphs, bounded
-from bullet.profiler.plan import PAGED, Point, choose_splits
+from bullet.profiler.cells import Measurement, Side
+from bullet.profiler.check import Reading, merged
+from bullet.profiler.evidence import Evidence
+from bullet.profiler.lane_graphs import TRAIN_LIMIT, Graph, LaneGraphs, Ran, Train, bounded
+from bullet.profiler.plan import LEAD_S, NEXT_LEAD_S, Point
+from bullet.profiler.shapes import PAGED
 from bullet.profiles.rows import ENGINE_OPS
 
 ENOUGH = 5
 """Least samples inside the window, of each lane that is timed."""
-CLOCKS_RISE_S = 1.0
-"""Full load before the first anchor. *Assumed.*"""
 PROBE_SPIN_NS = 20_000
+
+
 class OutOfMemoryError(PointError):
     """One point found too little memory; what was cached has been dropped."""
 
@@ -54,20 +59,24 @@ class CudaBench:
 
     def __init__(self, model: ModelSpec, table: PartitionTable, plain: PartitionTable, props: Props, workloads: Any,
                  cuda: Any, kernels: Any, *, dtype: str, dtype_bytes: int, versions: dict[str, Any],
-                 read_clocks: Callable[[], dict[str, float | None]],
+                 read_clocks: Callable[[], dict[str, Any]],
                  read_processes: Callable[[], list[str]] = list, allow_busy: bool = False, replays: int = 25,
-                 min_prefill_samples: int = 8, min_replay_s: float = 2e-4) -> None:
-        """``kernels``: :mod:`bullet.kernels.probe`, or None where triton is missing: no controls, no proof."""
+                 min_prefill_samples: int = 6, min_replay_s: float = 1e-3, urgent: PartitionTable | None = None,
+                 leads_s: tuple[float, float] = (LEAD_S, NEXT_LEAD_S)) -> None:
+        """``kernels``: :mod:`bullet.kernels.probe`, or None where triton is missing: no controls, no proof. ``urgent``: plain
+        streams of which decode's has the higher priority."""
         self.model, self.table, self.plain, self.props = model, table, plain, props
+        self.urgent, self.leads_s = urgent, leads_s
         self.backend = table.backend
         self.gpu = props.name
         self.num_units = props.num_sms
         self.dtype = dtype
         self._cuda = cuda
         self.graphs = LaneGraphs(model, table, props, workloads, cuda, kernels, dtype_bytes=dtype_bytes,
-                                 min_replay_s=min_replay_s)
+                                 min_replay_s=min_replay_s, blas=SmTarget(props.num_sms, handle=cuda.current_blas_handle))
         self._versions = versions
-        self._busy = False
+        self.busy = False
+        self.torch_attention = "flash"
         self.left_s: Callable[[], float] = no_limit
         self._read_clocks = read_clocks
         # Whoever is here now is known: ourselves, under whatever id a container gives us, and whom the user allowed.
@@ -86,13 +95,15 @@ class CudaBench:
     def allowed(self, point: Point) -> bool:
         """The software backend bounds no torch operation; controls other than memory, and all of our own, need triton; the
         engine computes no mixture of experts."""
-        if self.backend in ("none", "software") and point.split is not None:
+        if self.backend in ("none", "software") and point.split is not None and point.sharing != "bounded":
+            return False
+        if point.sharing == "priority" and self.urgent is None:
             return False
         ops = {point.shape.op, point.other and point.other.op}
         own = ops.intersection(ENGINE_OPS)
         if self.model.num_experts and own - {PAGED}:
             return False
-        return not (self.graphs.kernels is None and (point.control == "alu_spin" or own))
+        return not (self.graphs.kernels is None and (point.control not in ("", "idle", "memory_stream") or own))
 
     def measure(self, point: Point) -> list[Measurement]:
         with bounded(point.key, self.left_s):
@@ -103,31 +114,25 @@ class CudaBench:
 
     def _measure(self, point: Point) -> list[Measurement]:
         with self._guard(point.key, point.shape.op):
-            if point.kind == "solo":
-                return [self._solo(point)]
-            return self._beside(point)
+            return cells.measure(point, lambda steps: self._windows(point, steps))
 
     def anchor(self) -> Measurement:
         shape = anchor_shape(self.model)
         lane = self.plain.pairs[0].prefill
         arrived = sorted(set(self._read_processes()) - self._known)
-        self._busy = self._busy or bool(arrived)
+        self.busy = self.busy or bool(arrived)
         if arrived and not self._allow_busy:
             raise BusyError(f"another process has come to the GPU ({', '.join(arrived[:3])}): rows until here are kept; end it "
                             "and run the same command again to resume, or pass --allow-busy and every row says so")
         with bounded("anchor", self.left_s), self._guard("anchor", shape.op):
-            key = ("anchor", id(lane.stream))
-            graph = self.graphs.captured.get(key)
-            if graph is None:
-                graph = self.graphs.captured[key] = self.graphs.capture(
-                    lane, self.graphs.workload(shape, "prefill"), self.graphs.least_bytes(shape))
-                # An idle card takes a while to raise its clocks, and the first anchor must not be slow for that.
-                self.graphs.run([(lane, graph, min(TRAIN_LIMIT, math.ceil(CLOCKS_RISE_S / max(graph.replay_s, 1e-6))))])
-            (train,) = self.graphs.run([(lane, graph, self._replays)])
-            return Measurement("full", shape, self.num_units, self._stats(train, graph), graph.repeats)
+            graph = self.graphs.graph(shape, lane, "prefill")
+            # An idle card takes a while to raise its clocks, and no anchor must be slow for that.
+            ((ran,),) = self.graphs.run([[self._train(lane, graph, self._replays, self.leads_s[0])]], read_card=self._read_clocks)
+            return Measurement("full", shape, self.num_units, timing.summarise(self._seconds(ran, graph)), graph.repeats,
+                               columns=self._state(ran, graph))
 
     def clocks(self) -> dict[str, Any]:
-        return {**self._read_clocks(), **({"busy": True} if self._busy else {})}
+        return dict(self._read_clocks())
 
     def provenance(self) -> dict[str, Any]:
         return {**self._versions, "compute_capability": "{}.{}".format(*self.props.capability)}
@@ -149,75 +154,110 @@ class CudaBench:
             finally:
                 self.table.close()
                 self.plain.close()
+                if self.urgent is not None:
+                    self.urgent.close()
 
     # ---- points -----------------------------------------------------------------------------------
 
     def _lane(self, point: Point, name: str) -> Lane:
-        if point.split is None:
-            pair = self.plain.pairs[0]
-            return pair.decode if name == "decode" else pair.prefill
+        if point.split is None or point.sharing == "bounded":
+            pair = self.urgent.pairs[0] if point.sharing == "priority" and self.urgent is not None else self.plain.pairs[0]
+            lane = pair.decode if name == "decode" else pair.prefill
+            if point.split is None:
+                return lane
+            return dataclasses.replace(lane, sms=getattr(point.split, f"{name}_sms"))
         for pair in self.table.pairs:
             if pair.granted == point.split:
                 return pair.prefill if name == "prefill" else pair.decode
         raise PointError(f"split {point.split} is not in the table")
 
-    def _solo(self, point: Point) -> Measurement:
-        lane = self._lane(point, point.lane)
-        graph = self.graphs.graph(point.shape, lane, point.lane)
-        (train,) = self.graphs.run([(lane, graph, self._replays)])
-        return Measurement(point.lane, point.shape, lane_units(self, point, point.lane), self._stats(train, graph),
-                           graph.repeats)
-
-    def _beside(self, point: Point) -> list[Measurement]:
-        """Both lanes at once. The lane under test is the first; a co-run times both."""
-        own_name = "prefill" if point.kind == "corun" else point.lane
-        names = (own_name, other_lane(own_name))
-        lanes = (self._lane(point, names[0]), self._lane(point, names[1]))
-        graphs = (self.graphs.graph(point.shape, lanes[0], names[0]),
-                  self.graphs.graph(point.other, lanes[1], names[1]) if point.other is not None
-                  else self.graphs.control(point.control, lanes[1]))
-        wanted = (self._min_prefill if point.shape.op.startswith("prefill") else self._replays,
-                  self._replays if point.other is not None else 1)
-        # Beside a long prefill replay a train of short ones would be too long for the driver's queue: longer replays
-        # then. Half the limit, so that a lane slowed down twice as much as the margin allows for still fits.
-        needed = timing.train_lengths(graphs[0].replay_s, graphs[1].replay_s, min_prefill=wanted[0], min_decode=wanted[1],
-                                      limit=1 << 30)
-        graphs = (self.graphs.stretched(lanes[0], graphs[0], math.ceil(2 * needed[0] / TRAIN_LIMIT)),
-                  self.graphs.stretched(lanes[1], graphs[1], math.ceil(2 * needed[1] / TRAIN_LIMIT)))
-        expected = [graph.replay_s for graph in graphs]
+    def _windows(self, point: Point, steps: Sequence[str]) -> list[list[Side]]:
+        """A point's windows, back to back. The lane under test is A; a co-run times both."""
+        names = [("prefill" if point.kind == "corun" else point.lane)]
+        lanes = [self._lane(point, names[0])]
+        graphs = [self.graphs.graph(point.shape, lanes[0], names[0], point.told)]
+        if point.kind != "solo":
+            names.append(other_lane(names[0]))
+            lanes.append(self._lane(point, names[1]))
+        if point.other is not None:
+            graphs.append(self.graphs.graph(point.other, lanes[1], names[1], point.told))
+        elif point.control not in ("", "idle"):
+            graphs.append(self.graphs.control(point.control, lanes[1]))
+        beside = self._stretched(point, lanes, graphs) if len(graphs) == 2 else graphs
+        expected = [graph.replay_s for graph in beside]
         for _ in range(3):
-            counts = timing.train_lengths(expected[0], expected[1], min_prefill=wanted[0], min_decode=wanted[1],
-                                          limit=TRAIN_LIMIT)
-            trains = self.graphs.run([(lane, graph, count) for lane, graph, count in zip(lanes, graphs, counts, strict=True)])
-            windows = [timing.inside(trains[0], trains[1], graphs[0].repeats),
-                       timing.inside(trains[1], trains[0], graphs[1].repeats)]
-            if len(windows[0].seconds) >= ENOUGH and (point.other is None or len(windows[1].seconds) >= ENOUGH):
+            ran = self.graphs.run([self._trains(which, step, lanes, graphs, beside, expected, point)
+                                   for step, which in enumerate(steps)], read_card=self._read_clocks)
+            at = steps.index("ab") if "ab" in steps and len(graphs) == 2 else None
+            if at is None:
+                break
+            one, two = (r.intervals for r in ran[at])
+            kept = [timing.inside(one, two, beside[0].repeats), timing.inside(two, one, beside[1].repeats)]
+            if len(kept[0].seconds) >= ENOUGH and (point.other is None or len(kept[1].seconds) >= ENOUGH):
                 break
             # A lane slowed down more than the margin allows for: size the trains by what was just seen.
-            expected = [max(old, statistics.median(i.end_s - i.start_s for i in train))
-                        for old, train in zip(expected, trains, strict=True)]
+            expected = [max(old, statistics.median(i.end_s - i.start_s for i in r.intervals))
+                        for old, r in zip(expected, ran[at], strict=True)]
         else:
-            raise PointError(f"only {len(windows[0].seconds)} and {len(windows[1].seconds)} replays lay inside the other "
+            raise PointError(f"only {len(kept[0].seconds)} and {len(kept[1].seconds)} replays lay inside the other "
                              "lane's window: the lanes may not run at the same time (see the check)")
-        measured = [self._row(point, 0, names, lanes, graphs, trains, windows)]
-        if point.other is not None:
-            measured.append(self._row(point, 1, names, lanes, graphs, trains, windows))
-        return measured
+        shapes, out = (point.shape, point.other), []
+        for which, lanes_ran in zip(steps, ran, strict=True):
+            if which == "ab" and at is not None:
+                out.append([self._beside(names[i], shapes[i], lanes[i], beside[i], r, kept[i])
+                            for i, r in enumerate(lanes_ran)])
+                continue
+            i = "ab".index(which) if which != "ab" else 0
+            out.append([Side(names[i], shapes[i], lanes[i].sms, self._seconds(lanes_ran[0], graphs[i]), graphs[i].repeats,
+                             state=self._state(lanes_ran[0], graphs[i]))])
+            if which == "ab":  # beside nothing
+                out[-1].append(Side(names[1], None, lanes[1].sms, [], 0))
+        return out
 
-    def _row(self, point: Point, at: int, names: tuple[str, str], lanes: tuple[Lane, Lane], graphs: tuple[Graph, Graph],
-             trains: Sequence[Sequence[timing.Interval]], windows: Sequence[timing.Window]) -> Measurement:
-        shapes = (point.shape, point.other)
-        shape, beside = shapes[at], shapes[1 - at]
-        assert shape is not None
-        other = graphs[1 - at]
-        span_s = trains[1 - at][-1].end_s - trains[1 - at][0].start_s
-        rate = other.bytes * other.repeats * len(trains[1 - at]) / span_s if other.bytes is not None and span_s > 0 else None
-        return Measurement(names[at], shape, lanes[at].sms, timing.summarise(windows[at].seconds), graphs[at].repeats,
-                           beside.op if beside is not None else point.control, beside, lanes[1 - at].sms, rate,
-                           windows[at].window_s)
+    def _trains(self, which: str, step: int, lanes: Sequence[Lane], graphs: Sequence[Graph], beside: Sequence[Graph],
+                expected: Sequence[float], point: Point) -> list[Train]:
+        lead_s = self.leads_s[0 if step == 0 else 1]
+        if which == "ab" and len(graphs) == 2:
+            counts = timing.train_lengths(*expected, *self._wanted(point), limit=TRAIN_LIMIT)
+            return [self._train(lane, graph, count, lead_s) for lane, graph, count in zip(lanes, beside, counts, strict=True)]
+        i = "ab".index(which) if which != "ab" else 0
+        return [self._train(lanes[i], graphs[i], timing.solo_count(graphs[i].replay_s, self._replays), lead_s)]
 
-    def _stats(self, train: Sequence[timing.Interval], graph: Graph) -> timing.Stats:
-        return timing.summarise([(i.end_s - i.start_s) / graph.repeats for i in train[1:]])
+    @staticmethod
+    def _train(lane: Lane, graph: Graph, count: int, lead_s: float) -> Train:
+        return Train(lane, graph, count, max(1, math.ceil(lead_s / max(graph.replay_s, 1e-6))))
+
+    def _wanted(self, point: Point) -> tuple[int, int]:
+        """Samples that each lane's train should have inside the other's; a control's own are not counted."""
+        long = point.shape.phase == "prefill"
+        return self._min_prefill if long else self._replays, self._replays if point.other is not None else 1
+
+    def _stretched(self, point: Point, lanes: Sequence[Lane], graphs: Sequence[Graph]) -> list[Graph]:
+        """Beside a long prefill replay a train of short ones would be too long for the driver's queue: longer replays then. Half
+        the limit, so that a lane slowed down twice as much as the margin allows for still fits."""
+        needed = timing.train_lengths(graphs[0].replay_s, graphs[1].replay_s, *self._wanted(point), limit=1 << 30)
+        return [self.graphs.stretched(lane, graph, math.ceil(2 * count / TRAIN_LIMIT))
+                for lane, graph, count in zip(lanes, graphs, needed, strict=True)]
+
+    def _beside(self, name: str, shape: Any, lane: Lane, graph: Graph, ran: Ran, kept: timing.Window) -> Side:
+        train = ran.intervals
+        busy_s = sum(i.end_s - i.start_s for i in train)
+        rate = graph.bytes * graph.repeats * len(train) / busy_s if graph.bytes is not None and busy_s > 0 else None
+        return Side(name, shape, lane.sms, kept.seconds, graph.repeats, kept.window_s, kept.both_share, rate,
+                    self._state(ran, graph))
+
+    @staticmethod
+    def _state(ran: Ran, graph: Graph) -> dict[str, Any]:
+        return {**ran.card, "clock_window_hz": ran.clock_hz, "warm_s": ran.warm_s, "loaded_s": ran.loaded_s,
+                "cublas_sms": graph.cublas_sms}
+
+    @staticmethod
+    def _seconds(ran: Ran, graph: Graph) -> list[float]:
+        return [(i.end_s - i.start_s) / graph.repeats for i in ran.intervals[1:]]
+
+    def keep_evidence(self, path: Path) -> None:
+        """From now on write what every captured operation consists of to ``path`` (:mod:`bullet.profiler.evidence`)."""
+        self.graphs.evidence = Evidence(path, self.table.driver)
 
     def enter_contexts(self) -> bool:
         """From now on make a lane's green context current wherever its stream is; False if there is no such thing.
@@ -343,7 +383,7 @@ def _reading(buffer: Any) -> Reading:
     if not ran:
         return Reading(frozenset(), 0, 0, 0, len(smids))
     return Reading(frozenset(smids[i] for i in ran), min(starts[i] for i in ran), max(ends[i] for i in ran), len(ran),
-                   len(smids))
+                   len(smids), merged([(starts[i], ends[i]) for i in ran]))
 
 
 # ------------------------------------------------------------------------------------------------ opening
@@ -354,7 +394,7 @@ def missing_packages() -> dict[str, str]:
     uses = {"triton": "no probe (nothing can be proven) and no ALU-spin control",
             "cuda.bindings": "no green contexts: install cuda-bindings, or everything is labelled no partition",
             "pyarrow": "no samples.parquet: the rows stay in samples.jsonl",
-            "pynvml": "clocks come from nvidia-smi, less often (nvidia-ml-py)"}
+            "pynvml": "clocks and power come from the NVML library itself, else from nvidia-smi, less often"}
     absent = {}
     for name, use in uses.items():
         try:
@@ -383,8 +423,8 @@ def choose_table(backend: str, props: Props, core: Iterable[float], extra: Itera
 
 
 def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: Iterable[float],
-              asked: Sequence[Split] = (), flags: int = 0, seed: int = 0, allow_busy: bool = False
-              ) -> tuple[CudaBench, list[Split], dict[str, Any]]:
+              asked: Sequence[Split] = (), flags: int = 0, seed: int = 0, allow_busy: bool = False,
+              leads_s: tuple[float, float] = (LEAD_S, NEXT_LEAD_S)) -> tuple[CudaBench, list[Split], dict[str, Any]]:
     """Everything for the first visible GPU: the bench, the core splits as asked, and columns for every row.
 
     Raises :class:`PartitionError` or :class:`ProfileError` in one line: torch missing or without CUDA, no GPU, another
@@ -432,8 +472,9 @@ def open_cuda(model: ModelSpec, *, backend: str, core: Iterable[float], extra: I
     table, core_splits = choose_table(backend, props, core, extra, cuda, asked, flags=flags)
     try:
         plain = unpartitioned_table(props.num_sms, lambda priority: cuda.Stream(priority=priority))
+        urgent = unpartitioned_table(props.num_sms, lambda priority: cuda.Stream(priority=priority), priorities=(0, -1))
         bench = CudaBench(model, table, plain, props, shop, cuda, kernels, dtype=str(dtype).removeprefix("torch."),
-                          dtype_bytes=dtype.itemsize, read_clocks=reader.clocks,
+                          dtype_bytes=dtype.itemsize, urgent=urgent, leads_s=leads_s, read_clocks=reader.clocks,
                           read_processes=reader.processes, allow_busy=allow_busy,
                           versions={"driver": reader.driver(), "cuda": torch.version.cuda, "torch": torch.__version__,
                                     "triton": triton_version})

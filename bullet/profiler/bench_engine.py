@@ -21,7 +21,7 @@ from bullet.engine.model import Architecture, Batch, Chunks, Decodes, LayerWeigh
 from bullet.engine.weights import random_weights
 from bullet.errors import ProfileError
 from bullet.profiler import torch_operations as reference
-from bullet.profiler.plan import ENGINE_LAYERS, OWN_KERNELS, OWN_PREFILL, PAGED
+from bullet.profiler.shapes import ENGINE_LAYERS, OWN_KERNELS, OWN_PREFILL, PAGED
 from bullet.profiles.rows import ENGINE_PHASES
 from bullet.state import Chunk
 
@@ -33,6 +33,11 @@ def available(model: ModelSpec) -> bool:
 
 class EngineWorkloads(reference.Workloads):
     """The reference's workloads, the own kernels, the engine's layers, and on a CPU its whole steps."""
+
+    @cached_property
+    def residuals(self) -> dict[tuple[str, str], list[torch.Tensor]]:
+        """(Layer, role) -> residual streams of the sets built last."""
+        return {}
 
     @cached_property
     def steps(self) -> EngineSteps:
@@ -62,12 +67,14 @@ class EngineWorkloads(reference.Workloads):
         caches: Any = [self._paged_cache(role, i, batch, pages) for i in range(count)]
         model = self._model(role, count, pages * KV_BLOCK_TOKENS)
         rows = self._rows(model.ops, batch, new, past, pages, prefill)
-        inputs, residuals = ([self._random(tokens, m.hidden_size) for _ in range(count)] for _ in range(2))
+        inputs = [self._random(tokens, m.hidden_size) for _ in range(count)]
+        residuals = self.residuals[op, role] = [self._random(tokens, m.hidden_size) for _ in range(count)]
 
         def on(num_sms: int) -> reference.Workload:
             def run(i: int) -> torch.Tensor:
-                # From a copy: the residual stream is added to in place, and would grow with every repetition.
-                return model.layers(rows, inputs[i], residuals[i].clone(), caches, i, i + 1, num_sms)[0]
+                # The residual stream is added to in place and grows with every repetition, by a layer's output each time: it ends
+                # where bfloat16 no longer tells the sum, some hundred outputs high. A copy would be no kernel but a memcpy node.
+                return model.layers(rows, inputs[i], residuals[i], caches, i, i + 1, num_sms)[0]
 
             return reference.Workload(op, run, count, footprint)
         return replace(on(1), on=on)

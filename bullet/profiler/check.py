@@ -1,9 +1,10 @@
 """Does a partition hold? Never assumed: judged from SM sets that a probe kernel saw.
 
 A pair is *proven* if, eager and inside a captured graph: each lane's set of %smid has as many members as the driver says
-it granted; the two sets are disjoint; eager and graph saw the same sets; and the two lanes ran at the same time. The
-proof stands only if the probe can fail: a plain stream must show every SM of the device, and two plain streams judged as
-if they were a pair must be found to overlap.
+it granted; the two sets are disjoint; eager and graph saw the same sets; and blocks of both lanes ran at the same time for
+most of the shorter probe (ranges that touch can be time slices).
+The proof stands only if the probe can fail: a plain stream must show every SM of the device, and two plain streams
+judged as if they were a pair must be found to overlap.
 
 Pure but for :func:`run_check`, which asks a :class:`Prober` (:mod:`bullet.profiler.bench_cuda`, or a test's).
 """
@@ -25,14 +26,24 @@ from bullet.gpu.splits import Split
 MODES = ("eager", "graph")
 
 
+CONCURRENT_SHARE = 0.5
+"""Of the shorter probe's time, in which blocks of both must run."""
+QUARTER_RATIO = (0.7, 1.6)
+"""A GEMM on a quarter of the SMs over the same on all, in cycles, relative to the SMs' ratio. Below: it ran on other SMs than its
+lane's. Public sweeps: 6.1 to 6.6 for 16 of 132 SMs (8.25), which higher clocks on few SMs explain in part; tiles that fit few SMs
+badly lie above."""
+
+
 class Reading(NamedTuple):
-    """One probe: SMs seen, first start and last end (ns, a clock common to the device), blocks that ran and were launched."""
+    """One probe: SMs seen, first start and last end (ns, a clock common to the device), blocks that ran and were launched.
+    ``spans``: times in which at least one of its blocks ran, disjoint and in order; empty: not known."""
 
     smids: frozenset[int]
     start_ns: int
     end_ns: int
     blocks_run: int
     blocks: int
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class Prober(Protocol):
@@ -83,6 +94,9 @@ class CheckReport:
     overlaps: list[list[int]]
     switch_s: float | None
     note: str = ""
+    gemm: list[str] = field(default_factory=list)
+    """What a GEMM on a quarter of the SMs showed, in lines; ``gemm_reasons``: where that speaks against the partitions."""
+    gemm_reasons: list[str] = field(default_factory=list)
 
     @property
     def proven(self) -> bool:
@@ -91,8 +105,8 @@ class CheckReport:
 
     @property
     def num_proven(self) -> int:
-        """Pairs proven; none counts if the negative control failed."""
-        return 0 if self.control_reasons else sum(p.proven for p in self.pairs)
+        """Pairs proven; none counts if the negative control failed, or a GEMM left its lane."""
+        return 0 if self.control_reasons or self.gemm_reasons else sum(p.proven for p in self.pairs)
 
     def verdict(self, split: Split) -> tuple[str, str]:
         """``(partition, note)`` for rows measured on the pair granted as ``split``."""
@@ -100,7 +114,7 @@ class CheckReport:
             return "none", self.note
         for pair in self.pairs:
             if pair.granted == split:
-                reasons = pair.reasons or self.control_reasons
+                reasons = pair.reasons or self.control_reasons or self.gemm_reasons
                 return ("proven", "") if not reasons else ("unproven", "; ".join(reasons))
         return "unproven", "pair was not checked"
 
@@ -128,6 +142,8 @@ class CheckReport:
             control = "; ".join(self.control_reasons) or f"plain stream saw all {self.control_sms} SMs, and two plain " \
                                                         "streams overlap as they should"
             out.append(f"  negative control: {'FAILED: ' if self.control_reasons else ''}{control}")
+        out += [f"  {line}" for line in self.gemm]
+        out += [f"  ERROR: {reason}" for reason in self.gemm_reasons]
         if self.switch_s is not None:
             out.append(f"  switch between pairs: {self.switch_s * 1e6:.1f} us (event wait, device side)")
         if len(self.lane_names) > 2:
@@ -168,6 +184,8 @@ def judge(granted: Split, eager: tuple[Reading, Reading], graph: tuple[Reading, 
             reasons.append(f"{mode}: the lanes share {len(shared)} SMs")
         if together_ns(*readings) <= 0:
             reasons.append(f"{mode}: the lanes ran one after the other")
+        elif (share := concurrent_share(*readings)) is not None and share < CONCURRENT_SHARE:
+            reasons.append(f"{mode}: blocks of both lanes ran at once for {100 * share:.0f} % of the shorter probe: time slices?")
     if graph is not None:
         for lane, a, b in zip(("prefill", "decode"), eager, graph, strict=True):
             if a.smids != b.smids:
@@ -178,6 +196,41 @@ def judge(granted: Split, eager: tuple[Reading, Reading], graph: tuple[Reading, 
 def together_ns(first: Reading, second: Reading) -> int:
     """Nanoseconds in which both ran; 0 or less if one ended before the other began."""
     return min(first.end_ns, second.end_ns) - max(first.start_ns, second.start_ns)
+
+
+def merged(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Their union, disjoint and in order."""
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((start, end))
+    return tuple(out)
+
+
+def concurrent_share(first: Reading, second: Reading) -> float | None:
+    """Time in which blocks of both ran, over the shorter one's; None where spans are not known."""
+    lengths = [sum(end - start for start, end in reading.spans) for reading in (first, second)]
+    if min(lengths) <= 0:
+        return None
+    both = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in first.spans for b in second.spans)
+    return both / min(lengths)
+
+
+def judge_gemm(lane_sms: int, device_sms: int, lane_s: float, whole_s: float, clocks_hz: tuple[float | None, float | None]
+               ) -> list[str]:
+    """Why a GEMM alone on a lane speaks against its partition; empty if it is slower about as the lane is smaller. Clocks inside
+    both windows, where known, turn seconds into cycles: few SMs may run faster."""
+    ratio = lane_s / whole_s
+    if clocks_hz[0] and clocks_hz[1]:
+        ratio *= clocks_hz[0] / clocks_hz[1]
+    wanted = device_sms / lane_sms
+    low, high = (edge * wanted for edge in QUARTER_RATIO)
+    if low <= ratio <= high:
+        return []
+    return [f"a GEMM on {lane_sms} of {device_sms} SMs takes {ratio:.2f} times as long as on all, {wanted:.2f} wanted: "
+            + ("its kernels leave the lane" if ratio < low else "it does not use the lane")]
 
 
 def judge_control(num_sms: int, plain: tuple[Reading, Reading]) -> list[str]:

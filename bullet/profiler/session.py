@@ -22,19 +22,23 @@ from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError
 from bullet.files import Claim
 from bullet.gpu.partition import PartitionTable, simulated_table
 from bullet.gpu.splits import IGNORE_SM_COSCHEDULING, Split, SplitRefusedError, granularity
-from bullet.profiler import card, summary
+from bullet.profiler import axes, card, shapes, summary, trials
 from bullet.profiler import check as checking
 from bullet.profiler import plan as planning
-from bullet.profiler.bench import Bench, CpuBench, SimulatedBench
+from bullet.profiler.axes import Axes
+from bullet.profiler.bench import Bench, CpuBench, DeviceLostError, PointError, SimulatedBench
+from bullet.profiler.progress import NAME as PROGRESS
+from bullet.profiler.progress import Progress, tier_line
 from bullet.profiler.sweep import SweepResult, closing_seconds, run_prefix, run_sweep
 from bullet.profiles.journal import Journal, read_journal
 from bullet.profiles.rows import ENGINE_PHASES, finalise
 from bullet.signals import Say, held, silent, warn
 
 CPU_BUDGET_S = 45.0
+GRAPHS = "graphs.jsonl.gz"
 DEVICES = ("cuda", "cpu", "simulated")
 BACKENDS = ("auto", "green-context", "software", "none")
-SKIPPABLE = (*planning.OPS, *ENGINE_PHASES)
+SKIPPABLE = (*shapes.OPS, *ENGINE_PHASES)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Target:
 
     ``backend``: how SMs are partitioned; auto: green contexts, else (a sweep only) none, and every row says so. ``splits``: only
     these, else the plan's. ``ignore_coscheduling``: splits in multiples of 2 on Hopper and above. ``gpu``, ``noise_std``: of a
-    simulated device; ``threads``: what stands in for a CPU's SMs; ``allow_busy``: beside other processes on the card.
+    simulated device; ``threads``: what stands in for a CPU's SMs; ``allow_busy``: beside other processes on the card. ``lead_s``:
+    load before each window of a cell but its first.
     """
 
     device: str = "cuda"
@@ -54,6 +59,7 @@ class Target:
     allow_busy: bool = False
     threads: int | None = None
     noise_std: float = 0.03
+    lead_s: float = planning.NEXT_LEAD_S
 
     def __post_init__(self) -> None:
         """An option that the device would ignore is an error: nobody takes plain rows for what was asked."""
@@ -73,8 +79,8 @@ class Target:
         """Core and further splits of ``gpu``, without one."""
         gpu = get_gpu(self.gpu)
         rule = granularity(gpu.compute_capability, self.flags)
-        core = list(self.splits) or list(planning.choose_splits(gpu.num_sms, rule, planning.CORE_DECODE_SHARES))
-        extra = [] if self.splits else planning.choose_splits(gpu.num_sms, rule, planning.EXTRA_DECODE_SHARES)
+        core = list(self.splits) or list(axes.choose_splits(gpu.num_sms, rule, axes.CORE_DECODE_SHARES))
+        extra = [] if self.splits else axes.choose_splits(gpu.num_sms, rule, axes.EXTRA_DECODE_SHARES)
         return core, [s for s in extra if s not in core]
 
     def simulated_table(self) -> PartitionTable:
@@ -91,24 +97,29 @@ class Session:
     """An open device, what the plan may use of it, and the proof."""
 
     bench: Bench
-    axes: planning.Axes
+    axes: Axes
     rates: planning.Rates
     report: checking.CheckReport
-    fits: Callable[[planning.Shape], bool]
+    fits: Callable[[shapes.Shape], bool]
     fixed: dict[str, Any]
+    memory: str = ""
+    """What it will hold, in a line."""
 
 
 def _open_cuda(target: Target, model: ModelSpec, seed: int, say: Say, *, fall_back: bool, started_s: float,
-               budget_s: float | None = None) -> Session:
+               budget_s: float | None = None, parts: Sequence[str] = ("own",), progress: Progress | None = None,
+               evidence: Path | None = None) -> Session:
     from bullet.profiler import bench_cuda
 
+    progress = progress or Progress(None)
     for name, effect in bench_cuda.missing_packages().items():
         say(f"without {name}: {effect}")
 
     def open_(backend: str) -> tuple[Any, list[Split], dict[str, Any]]:
-        return bench_cuda.open_cuda(model, backend=backend, core=planning.CORE_DECODE_SHARES,
-                                    extra=planning.EXTRA_DECODE_SHARES, asked=target.splits, flags=target.flags,
-                                    seed=seed, allow_busy=target.allow_busy)
+        return bench_cuda.open_cuda(model, backend=backend, core=axes.CORE_DECODE_SHARES,
+                                    extra=axes.EXTRA_DECODE_SHARES if "own" in parts else (), asked=target.splits,
+                                    flags=target.flags, seed=seed, allow_busy=target.allow_busy,
+                                    leads_s=(planning.LEAD_S, target.lead_s))
 
     note = "no partition: plain streams"
     try:
@@ -134,15 +145,50 @@ def _open_cuda(target: Target, model: ModelSpec, seed: int, say: Say, *, fall_ba
         core = [p.granted for p in bench.table.pairs if p.asked in asked_core] if bench.backend == "green-context" else []
         extra = [p.granted for p in bench.table.pairs if p.granted not in core] if core else []
         if bench.backend == "software":
-            bench.table.allow(planning.OPS[0], takes_num_sms=False)
-        fits = card.fits_in(model, 2, bench.free_bytes())
+            bench.table.allow(shapes.OPS[0], takes_num_sms=False)
+        layers = shapes.ENGINE_LAYERS
+        if fall_back:  # a sweep: what its rows will rest on, before the first of them
+            _check_gemm(bench, report)
+            if why := _why_not(bench, layers, progress):
+                say(f"the engine's layers do not run here ({why}): torch's stand in for them")
+                layers = shapes.TORCH_LAYERS
+            if evidence is not None:
+                bench.keep_evidence(evidence)
+        fits = card.fits_in(model, 2, bench.free_bytes(), len(bench.table.pairs))
         # 1 s: plan and journal. The closing is part of the budget too.
         elapsed_s = time.monotonic() - started_s + 1 + closing_seconds(budget_s or 240.0)
-        rates = card.rates_for(bench.props, startup_s=elapsed_s)
-        return Session(bench, planning.gpu_axes(core, extra), rates, report, fits, fixed)
+        rates = card.rates_for(bench.props, startup_s=elapsed_s, compile_s=0.0, leads_s=(planning.LEAD_S, target.lead_s))
+        grid = axes.gpu_axes(core, extra, layers)
+        memory = card.memory_plan(model, filter(fits, grid.every_shape()), len(bench.table.pairs), 2, bench.props.l2_bytes,
+                                  bench.free_bytes())
+        return Session(bench, grid, rates, report, fits, fixed, memory.line())
     except BaseException:
         _close(bench)
         raise
+
+
+def _check_gemm(bench: Any, report: checking.CheckReport) -> None:
+    if bench.backend != "green-context" or not bench.table.pairs:
+        return
+    try:
+        report.gemm, report.gemm_reasons = trials.check_gemm(bench)
+    except PointError as exc:
+        report.gemm = [f"GEMM on a quarter of the SMs: not measured ({exc})"]
+
+
+def _why_not(bench: Any, layers: tuple[str, str], progress: Progress) -> str:
+    """Why the matrix cannot be of these layers, or empty."""
+    lost = sorted(progress.suspects().intersection(layers))
+    if lost:
+        return f"the device was lost in {', '.join(lost)} before"
+    progress.begin(planning.Point("solo", None, "full", shapes.Shape(layers[0], 128)))
+    try:
+        return trials.try_layers(bench, layers)
+    except DeviceLostError:
+        progress.end(progress.tiers, lost=True)
+        raise
+    finally:
+        progress.end(progress.tiers)
 
 
 def prove(bench: Any, note: str, say: Say = silent) -> checking.CheckReport:
@@ -183,18 +229,19 @@ def _open_cpu(target: Target, model: ModelSpec, seed: int) -> Session:
     splits = [p.granted for p in bench.table.pairs]
     core = [splits[i] for i in sorted({0, len(splits) // 2, len(splits) - 1})]
     report = checking.unchecked(bench.table, bench.gpu, "CPU, no partition: threads are the unit, lanes alternate")
-    rates = planning.Rates(bench.num_units, 3e10 * bench.num_units, 5e9, launch_s=2e-5, knee_share=1.0, point_s=0.03,
-                           startup_s=4.0, replays=10, min_replay_s=2e-3)
+    rates = planning.Rates(bench.num_units, 3e10 * bench.num_units, 5e9, launch_s=2e-5, knee_share=1.0, point_s=0.01,
+                           capture_s=0.01, compile_s=0.0, startup_s=4.0, replays=10, min_replay_s=2e-3, leads_s=(0.0, 0.0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30
-    return Session(bench, planning.cpu_axes(core, splits), rates, report, card.fits_in(model, 4, memory), {})
+    return Session(bench, axes.cpu_axes(core, splits), rates, report, card.fits_in(model, 4, memory), {})
 
 
 def _open_simulated(target: Target, model: ModelSpec, seed: int) -> Session:
     table = target.simulated_table()
     bench = SimulatedBench(model, target.gpu, table, noise_std=target.noise_std, seed=seed)
     report = checking.unchecked(table, bench.gpu, "simulated: split arithmetic alone, nothing is measured")
-    rates = planning.Rates(bench.num_units, 1e18, 1e18, launch_s=0.0, point_s=1e-3, startup_s=0.0, min_replay_s=0.0)
-    return Session(bench, planning.gpu_axes(*target.simulated_splits()), rates, report, lambda shape: True, {})
+    rates = planning.Rates(bench.num_units, 1e18, 1e18, launch_s=0.0, point_s=1e-3, startup_s=0.0, min_replay_s=0.0,
+                           capture_s=0.0, compile_s=0.0, leads_s=(0.0, 0.0))
+    return Session(bench, axes.gpu_axes(*target.simulated_splits()), rates, report, lambda shape: True, {})
 
 
 # --------------------------------------------------------------------------------------------- in one call
@@ -208,11 +255,11 @@ def check(target: Target = Target(), out: Path | None = None, *, say: Say = sile
         table = target.simulated_table()
         report = checking.unchecked(table, f"simulated {target.gpu}", "simulated: split arithmetic alone, nothing is proven")
         if out is not None:
-            with _claimed(out):
+            with claimed(out):
                 report.write(out / "check.json")
         say("\n".join([*report.lines()[:2], *(f"  {p.granted!s:>8}  would be granted" for p in table.pairs)]))
         return report
-    with nullcontext() if out is None else _claimed(out):
+    with nullcontext() if out is None else claimed(out):
         session = _open_cuda(target, get_model("tiny"), 0, say, fall_back=False, started_s=time.monotonic())
         try:
             if out is not None:
@@ -224,36 +271,42 @@ def check(target: Target = Target(), out: Path | None = None, *, say: Say = sile
 
 
 def plan_lines(target: Target = Target(), *, model: str | None = None, budget_s: float | None = None, seed: int = 0,
-               skip: Sequence[str] = ()) -> list[str]:
-    """What a sweep of ``target.gpu`` would measure in ``budget_s``, by its data sheet; needs no device."""
+               skip: Sequence[str] = (), parts: Sequence[str] = tuple(planning.PARTS), began_s: float = 0.0) -> list[str]:
+    """What a sweep of ``target.gpu`` would measure in ``budget_s``, by its data sheet; needs no device. ``began_s``: added to the
+    times at which its tiers end."""
     spec, budget_s = _defaults(target, model, budget_s)
     gpu = get_gpu(target.gpu)
     props = card.Props(gpu.name, gpu.num_sms, gpu.compute_capability, gpu.l2_bytes, gpu.mem_bytes)
-    plan = planning.make_plan(spec, planning.gpu_axes(*target.simulated_splits()), card.rates_for(props), budget_s=budget_s,
-                              seed=seed, allowed=_without(skip),
+    rates = card.rates_for(props, leads_s=(planning.LEAD_S, target.lead_s))
+    plan = planning.make_plan(spec, axes.gpu_axes(*target.simulated_splits()), rates, budget_s=budget_s,
+                              seed=seed, allowed=_without(skip), parts=parts,
                               fits=card.fits_in(spec, spec.dtype_bytes, int(0.9 * gpu.mem_bytes)))
-    return [f"Plan for {spec.name} on {gpu.name} ({gpu.num_sms} SMs): nothing is measured", *plan.describe()]
+    return [f"Plan for {spec.name} on {gpu.name} ({gpu.num_sms} SMs): nothing is measured", *plan.describe(began_s=began_s)]
 
 
 def sweep(target: Target = Target(), out: Path | None = None, *, model: str | None = None, budget_s: float | None = None,
-          seed: int = 0, skip: Sequence[str] = (), started_s: float | None = None, say: Say = silent) -> SweepResult:
+          seed: int = 0, skip: Sequence[str] = (), parts: Sequence[str] = tuple(planning.PARTS), started_s: float | None = None,
+          say: Say = silent) -> SweepResult:
     """Prove the partitions, then measure alone and side by side into ``out`` (default: runs/profile-DEVICE), which is resumed.
 
     ``model``: a built-in name or a config.json (default llama-3.1-8b; tiny on a CPU). ``budget_s``: seconds for everything, from
-    ``started_s`` (time.monotonic(); default: now) on. ``skip``: operations to leave out. The result's ``status`` and ``stopped``
+    ``started_s`` (time.monotonic(); default: now) on. ``skip``: operations to leave out; ``parts``: of
+    :data:`bullet.profiler.plan.PARTS`. The result's ``status`` and ``stopped``
     say how it ended, its ``lines`` are the table. Raises :class:`BulletError` where nothing can be measured.
     """
     started_s = time.monotonic() if started_s is None else started_s
     spec, budget_s = _defaults(target, model, budget_s)
     allowed = _without(skip)
-    with _claimed(out or Path("runs") / f"profile-{target.device}") as claim:
-        return _sweep(target, claim.folder, spec, budget_s, seed, allowed, started_s, say)
+    with claimed(out or Path("runs") / f"profile-{target.device}") as claim:
+        return _sweep(target, claim.folder, spec, budget_s, seed, allowed, parts, started_s, say)
 
 
 def _sweep(target: Target, out: Path, spec: ModelSpec, budget_s: float | None, seed: int,
-           allowed: Callable[[planning.Point], bool], started_s: float, say: Say) -> SweepResult:
+           allowed: Callable[[planning.Point], bool], parts: Sequence[str], started_s: float, say: Say) -> SweepResult:
+    progress = Progress(out / PROGRESS if target.device == "cuda" else None)  # no other device is lost
     if target.device == "cuda":
-        session = _open_cuda(target, spec, seed, say, fall_back=True, started_s=started_s, budget_s=budget_s)
+        session = _open_cuda(target, spec, seed, say, fall_back=True, started_s=started_s, budget_s=budget_s, parts=parts,
+                             progress=progress, evidence=out / GRAPHS)
     else:
         session = (_open_cpu if target.device == "cpu" else _open_simulated)(target, spec, seed)
     bench, report = session.bench, session.report
@@ -267,18 +320,22 @@ def _sweep(target: Target, out: Path, spec: ModelSpec, budget_s: float | None, s
                                    "choose a smaller --model")
             plan = planning.make_plan(
                 spec, session.axes, session.rates, budget_s=budget_s, seed=seed, fits=session.fits,
-                allowed=lambda point: bench.allowed(point) and allowed(point), done=journal.done(),
-                prefix=run_prefix(bench, spec))
+                allowed=lambda point: bench.allowed(point) and allowed(point) and progress.allows(point),
+                done=journal.done(), prefix=run_prefix(bench, spec), parts=parts)
             if target.device != "cuda":  # elsewhere nothing rests on more points
                 plan = dataclasses.replace(plan, spare=())
             text = [f"Plan: {spec.name}, {bench.dtype}, on {bench.gpu} ({bench.num_units} {bench.unit}s)"
-                    + (f", {len(journal.rows)} rows are there already" if journal.rows else ""), *plan.describe(bench.unit)]
+                    + (f", {len(journal.rows)} rows are there already" if journal.rows else ""), *plan.describe(bench.unit),
+                    *[session.memory] * bool(session.memory)]
             say("\n".join(text))
             summary.write_lines(out / "plan.txt", text)
             result = run_sweep(bench, spec, plan, journal, report, budget_s=budget_s, started_s=started_s,
-                               fixed=session.fixed, say=say)
+                               fixed=session.fixed, say=say, progress=progress)
             with held():  # rows are there: their table is made however the sweep ended
-                result.lines = summary.closing(out, finalise(journal.rows), result, bench.gpu, bench.source, report.lines())
+                evidence = bench.graphs.evidence.lines() if target.device == "cuda" else []  # type: ignore[attr-defined]
+                lost = [f"left out, since the device was lost there: {', '.join(progress.lost[:5])}"] * bool(progress.lost)
+                said = [tier_line(result.tiers), *lost, *report.lines(), *evidence]
+                result.lines = summary.closing(out, finalise(journal.rows), result, bench.gpu, bench.source, said)
                 summary.write_lines(out / "summary.txt", result.lines)
         say("\n" + "\n".join(result.lines))
         if result.status in (2, 3):
@@ -299,9 +356,10 @@ def _without(ops: Sequence[str]) -> Callable[[planning.Point], bool]:
     return lambda point: point.shape.op not in ops and (point.other is None or point.other.op not in ops)
 
 
-def _claimed(out: Path) -> Claim:
+def claimed(out: Path) -> Claim:
     """The folder, and a look at what is in it before a device is opened: an error costs no device time then."""
-    claim = Claim(out, resumes="samples.jsonl")
+    rows = "samples.jsonl"  # a process may have been cut before its first row
+    claim = Claim(out, resumes=rows if (out / rows).exists() else PROGRESS)
     try:
         samples = claim.folder / "samples.jsonl"
         if samples.exists() and samples.stat().st_size:

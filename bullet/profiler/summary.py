@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bullet.errors import ProfileError, ResultsError
 from bullet.files import write_text
+from bullet.profiler.plan import CONTROLS
+from bullet.profiler.shapes import ENGINE_LAYERS, TORCH_LAYERS
 from bullet.profiler.sweep import SweepResult
 from bullet.profiles.journal import read_journal
 from bullet.profiles.rows import ENGINE_OPS, agreement, finalise, write_parquet
@@ -20,7 +23,7 @@ MAX_CHARS = 11_500
 
 def _lane_label(row: Row) -> str:
     if row["split_prefill_sms"] is None:
-        return f"all {row['device_sms']}"
+        return f"all {SHARING.get(row['sharing'], row['device_sms'])}"
     mark = {"proven": "", "unproven": "?", "none": ""}[row["partition"]]
     return f"{row['split_prefill_sms']}+{row['split_decode_sms']}{mark}"
 
@@ -31,40 +34,54 @@ def _cell(row: Row | None) -> str:
     return f"{row['slowdown']:.2f}{'~' if row['drift_ok'] is False else ''}"
 
 
-def corun_lines(rows: Sequence[Row], on: str) -> list[str]:
-    """Decode's and prefill's slow-down, each over itself alone on the same SMs: a line per (prefill size, split).
+SHARING = {"priority": "prio", "bounded": "bound"}
+
+
+def _mean_cell(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["slowdown"] is not None]
+    if not found:
+        return "-"
+    mean = statistics.fmean(row["slowdown"] for row in found)
+    return f"{mean:.2f}{'~' if any(row['drift_ok'] is False for row in found) else ''}"
+
+
+def corun_lines(rows: Sequence[Row], on: str, layers: tuple[str, str] = TORCH_LAYERS) -> list[str]:
+    """Decode's and prefill's slow-down, each over itself alone on the same SMs: a line per (prefill size, split), the mean of
+    what was visited more than once.
 
     ``on``: what the rows were taken on, printed in the title: a simulated or CPU number never reads as a GPU's.
     """
-    cells: dict[tuple[int, str, tuple[int, int], str], Row] = {}
+    cells: dict[tuple[int, str, tuple[int, int], str], list[Row]] = {}
     order: dict[tuple[int, str], tuple[Any, ...]] = {}
     decodes: set[tuple[int, int]] = set()
     for row in rows:
-        if row["kind"] != "corun" or "prefill_layer" not in (row["op"], row["corunner"]):
+        if row["kind"] != "corun" or {row["op"], row["corunner"]} != set(layers) or (row["cublas_sms"] is not None and (
+                row["sharing"] == "split")):
             continue
         prefill = row["lane"] == "prefill"
         tokens = row["tokens"] if prefill else row["corunner_tokens"]
         decode = (row["corunner_batch"], row["corunner_context_tokens"]) if prefill else (row["batch"], row["context_tokens"])
         label = _lane_label(row)
-        cells[tokens, label, decode, row["lane"]] = row
+        cells.setdefault((tokens, label, decode, row["lane"]), []).append(row)
         order[tokens, label] = (tokens, row["split_decode_sms"] is None, row["split_decode_sms"] or 0, label)
         decodes.add(decode)
     if not cells:
         return []
     columns = sorted(decodes)
-    out = [f"Co-run, {on}: slow-down of decode / prefill over the same lane alone (~ drifted, ? unproven, all: no split)",
+    whose = "" if layers == TORCH_LAYERS else " (engine's layers)"
+    out = [f"Co-run{whose}, {on}: slow-down of decode / prefill over the same lane alone (~ drifted, ? unproven, all: no split)",
            f"{'prefill':>8} {'SMs p+d':<9}" + "".join(f"{f'b{b} c{c}':>12}" for b, c in columns)]
     for tokens, label in sorted(order, key=lambda key: order[key]):
         line = f"{tokens:>8} {label:<9}"
         for decode in columns:
-            pair = [_cell(cells.get((tokens, label, decode, lane))) for lane in ("decode", "prefill")]
+            pair = [_mean_cell(cells.get((tokens, label, decode, lane), [])) for lane in ("decode", "prefill")]
             line += f"{'/'.join(pair) if pair != ['-', '-'] else '-':>12}"
         out.append(line)
     return out
 
 
 def control_lines(rows: Sequence[Row], on: str) -> list[str]:
-    """Slow-down beside the controls: arithmetic alone and memory traffic alone on the other lane."""
+    """Slow-down beside the controls: power, L2, memory, arithmetic or nothing on the other lane."""
     found: dict[tuple[int, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         if row["kind"] == "control":
@@ -72,11 +89,12 @@ def control_lines(rows: Sequence[Row], on: str) -> list[str]:
             found.setdefault(key, {})[row["lane"], row["corunner"]] = row
     if not found:
         return []
-    columns = [(lane, control) for lane in ("decode", "prefill") for control in ("alu_spin", "memory_stream")]
+    columns = [(lane, control) for lane in ("decode", "prefill") for control in CONTROLS
+               if any((lane, control) in cells for cells in found.values())]
     out = [f"Controls, {on}: slow-down of a lane beside a control load on the other",
-           f"{'SMs p+d':<22}" + "".join(f"{f'{lane}|{control}':>23}" for lane, control in columns)]
+           f"{'SMs p+d':<10}" + "".join(f"{f'{lane[0]}|{control}':>16}" for lane, control in columns)]
     for key in sorted(found):
-        out.append(f"{key[1]:<22}" + "".join(f"{_cell(found[key].get(column)):>23}" for column in columns))
+        out.append(f"{key[1]:<10}" + "".join(f"{_cell(found[key].get(column)):>16}" for column in columns))
     return out
 
 
@@ -85,7 +103,7 @@ def operation_lines(rows: Sequence[Row], on: str) -> list[str]:
     cells: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     labels: dict[str, int] = {}
     for row in rows:
-        if row["kind"] == "corun" and "prefill_layer" not in (row["op"], row["corunner"]):
+        if row["kind"] == "corun" and not {row["op"], row["corunner"]} & {TORCH_LAYERS[0], ENGINE_LAYERS[0]}:
             prefill = row["lane"] == "prefill"
             pair = (row["op"], row["corunner"]) if prefill else (row["corunner"], row["op"])
             label = _lane_label(row)
@@ -188,7 +206,8 @@ def tables(rows: Sequence[Row]) -> list[list[str]]:
         on = {"cpu": "CPU, no partition, lanes alternate: not contention", "simulated": f"SIMULATED {gpu}"}.get(
             backend, f"measured on {gpu}" + (", no partition" if backend == "none" else ""))
         on += f", {model}"
-        out += [lines(found, on) for lines in (control_lines, corun_lines, own_kernel_lines, operation_lines)]
+        out += [lines(found, on) for lines in (partial(corun_lines, layers=ENGINE_LAYERS), control_lines, corun_lines,
+                                            own_kernel_lines, operation_lines)]
     return out
 
 

@@ -16,10 +16,14 @@ from typing import Any
 from bullet.catalog.models import ModelSpec, model_label
 from bullet.errors import ProfileError
 from bullet.gpu.splits import Split
-from bullet.profiler.bench import Bench, BusyError, DeviceLostError, Measurement, TimeUpError
+from bullet.profiler.bench import Bench, BusyError, DeviceLostError, TimeUpError
+from bullet.profiler.cells import STEPS, Measurement
 from bullet.profiler.check import CheckReport
-from bullet.profiler.plan import ANCHOR_EVERY, Plan, Point, flops_and_bytes
+from bullet.profiler.plan import ANCHOR_EVERY, Plan, Point
+from bullet.profiler.progress import Progress
+from bullet.profiler.shapes import CUDNN, TORCH_LAYERS, flops_and_bytes
 from bullet.profiles.journal import Journal
+from bullet.profiles.rows import ENGINE_OPS, ENGINE_PHASES
 from bullet.signals import exit_status, held
 from bullet.version import VERSION
 
@@ -38,7 +42,8 @@ class SweepResult:
     """What one call did. ``left``: planned points not come to; ``beyond``: points measured beyond the plan. ``stopped``:
     why it ended before the plan did, or empty. ``status``: exit status of that: 0 for the plan or the budget, 2 busy or
     nothing measured, 3 device lost, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. ``lines``: the closing table, the first says how
-    it ended. ``interrupt``: the signal.
+    it ended. ``interrupt``: the signal. ``tiers``: points measured (by earlier calls too)
+    and planned, in order.
     """
 
     measured: int = 0
@@ -50,6 +55,7 @@ class SweepResult:
     elapsed_s: float = 0.0
     lines: list[str] = field(default_factory=list)
     interrupt: KeyboardInterrupt | None = None
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def run_prefix(bench: Bench, model: ModelSpec) -> str:
@@ -73,13 +79,17 @@ class _Recorder:
                       "dtype": bench.dtype, "gpu": bench.gpu, "seed": seed, "run": journal.run,
                       "bullet": VERSION, "backend": bench.backend, **bench.provenance(), **fixed}
 
-    def record(self, row_id: str, kind: str, tier: str, split: Split | None, m: Measurement) -> None:
+    def record(self, row_id: str, kind: str, tier: str, split: Split | None, m: Measurement, **columns: Any) -> None:
+        """``columns``: of the point; those of the measurement go before."""
         flops, least_bytes = flops_and_bytes(self.model, m.shape)
         scale = _DTYPE_BYTES[self.bench.dtype] / self.model.dtype_bytes
-        partition, note = self._partition(split)
+        partition, note = self._partition(split, columns.get("sharing"))
         beside = m.corunner_shape
+        if split is not None and columns.get("sharing") == "bounded":
+            split = None  # its sizes bound grids: the lanes' SMs are nobody's own
+        state = {} if "clock_sm_hz" in m.columns else self.bench.clocks()
         row = {
-            **self.fixed, **self.bench.clocks(), "id": row_id, "kind": kind, "tier": tier, "op": m.shape.op,
+            **self.fixed, **state, "id": row_id, "kind": kind, "tier": tier, "op": m.shape.op,
             "phase": m.shape.phase, "tokens": m.shape.tokens, "batch": m.shape.batch,
             "context_tokens": m.shape.context_tokens, "flops": flops, "bytes": least_bytes * scale, "lane": m.lane,
             "partition": partition, "partition_note": note or self.fixed.get("partition_note"), "sms": m.sms,
@@ -87,29 +97,61 @@ class _Recorder:
             "corunner": m.corunner, "corunner_tokens": beside and beside.tokens, "corunner_batch": beside and beside.batch,
             "corunner_context_tokens": beside and beside.context_tokens, "corunner_sms": m.corunner_sms,
             "corunner_bytes_per_s": m.corunner_bytes_per_s, "median_s": m.stats.median_s, "p20_s": m.stats.p20_s,
-            "p80_s": m.stats.p80_s, "samples": m.stats.samples, "repeats": m.repeats, "window_s": m.window_s,
-            "order": self.order, "measured_at": self.now(),
+            "p80_s": m.stats.p80_s, "mean_s": m.stats.mean_s, "p95_s": m.stats.p95_s, "samples": m.stats.samples,
+            "repeats": m.repeats, "window_s": m.window_s, "order": self.order, "measured_at": self.now(), "step": m.step,
+            "group_lane": self._group_lane(split), "attention": self._attention(m.shape.op), **columns, **m.columns,
+            **({"busy": True} if self.bench.busy else {}),
         }
         self.order += 1
         with held():
             self.journal.append(row)
 
-    def _partition(self, split: Split | None) -> tuple[str, str]:
+    def point(self, prefix: str, point: Point, measured: list[Measurement], order: int, done: set[str]) -> None:
+        """All rows of a point, those that it is about last: a cell counts as done once it is whole."""
+        kind = {"sharing": point.sharing or ("split" if point.split is not None else None), "replicate": point.replicate}
+        if len(STEPS[point.kind]) > 1:
+            kind |= {"cell": f"{point.key}|visit {point.replicate}|run {self.journal.run}", "cell_order": order}
+        elif point.split is None:
+            kind["sharing"] = None
+        for m in (m for m in measured if m.part):
+            self.record(f"{prefix}|{kind['cell']}|{m.lane} {m.part}", "solo", point.tier, point.split, m, **kind)
+        own = [m for m in measured if not m.part]
+        for row_id, m in zip(point.row_ids(prefix), own, strict=True):
+            if row_id not in done:
+                self.record(row_id, point.kind, point.tier, point.split, m, **kind)
+                done.add(row_id)
+
+    def _partition(self, split: Split | None, sharing: str | None = None) -> tuple[str, str]:
         if split is None:
             return "none", "whole device, plain stream"
+        if sharing == "bounded":
+            return "unproven", "no partition: grids are bounded, nothing is isolated"
         return self.report.verdict(split)
+
+    def _group_lane(self, split: Split | None) -> str | None:
+        if split is None:
+            return None
+        return next((pair.group or None for pair in self.bench.table.pairs if pair.granted == split), None)
+
+    def _attention(self, op: str) -> str | None:
+        if op in ENGINE_OPS or op in ENGINE_PHASES:
+            own = "attention" in op or "layer" in op or op in ENGINE_PHASES
+            return ("own" if self.bench.backend != "cpu" else self.bench.torch_attention) if own else None
+        if op == CUDNN:
+            return "cudnn"
+        return self.bench.torch_attention if "attention" in op or op in TORCH_LAYERS else None
 
 
 def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, report: CheckReport, *,
               budget_s: float | None = None, started_s: float | None = None, fixed: Mapping[str, Any] | None = None,
               say: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic,
-              now: Callable[[], str] = utc_now) -> SweepResult:
+              now: Callable[[], str] = utc_now, progress: Progress | None = None) -> SweepResult:
     """Measure the plan's points and append their rows.
 
     ``budget_s``, a hard stop, counts from ``started_s`` (default: now). Estimates are corrected by what points took so
     far, and no point is begun that would overrun; time that is left goes to what the plan had to cut. ``fixed``: further
-    columns for every row. A point that fails is named and left out; :class:`DeviceLostError` and Ctrl-C end the sweep:
-    see :class:`SweepResult`.
+    columns for every row. ``progress``: kept up to date at every point. A point that fails is named and left out;
+    :class:`DeviceLostError` and Ctrl-C end the sweep: see :class:`SweepResult`.
     """
     begun_s = clock()
     started_s = begun_s if started_s is None else started_s
@@ -124,6 +166,12 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
     bench.left_s = lambda: deadline_s - clock()
     points = [p for p in (*plan.points, *spare) if not done.issuperset(p.row_ids(prefix))]
     planned = result.left = sum(not done.issuperset(p.row_ids(prefix)) for p in plan.points)
+
+    progress = progress or Progress(None)
+    remaining = {tier: sum(p.tier == tier for p in (*plan.points, *plan.spare)) for tier in plan.every}
+
+    def tiers() -> dict[str, tuple[int, int]]:
+        return {tier: (count - remaining[tier], count) for tier, count in plan.every.items()}
 
     def anchor(number: int) -> None:
         try:
@@ -146,8 +194,12 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
                 if index % ANCHOR_EVERY == 0:
                     anchor(index // ANCHOR_EVERY)
                 point_began_s = clock()
-                _measure(bench, recorder, prefix, point, done, result)
+                progress.begin(point)
+                if _measure(bench, recorder, prefix, point, index, done, result):
+                    remaining[point.tier] -= 1
+                progress.end(tiers())
             except TimeUpError:
+                progress.end(tiers())
                 result.stopped = f"budget of {budget_s:.0f} s reached" if index < planned else ""
                 break
             result.left = max(0, planned - index - 1)
@@ -165,28 +217,29 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
             with suppress(TimeUpError):
                 anchor(1 + len(points) // ANCHOR_EVERY)
     except DeviceLostError as exc:
+        progress.end(tiers(), lost=True)
         result.stopped, result.status = str(exc), 3
     except BusyError as exc:
         result.stopped, result.status = str(exc), 2
     except KeyboardInterrupt as exc:
+        progress.end(tiers())
         result.stopped, result.status, result.interrupt = str(exc) or "interrupted", exit_status(exc), exc
     if result.failed and not journal.done() and not result.stopped:
         result.stopped, result.status = f"no point could be measured; the first: {': '.join(result.failed[0])}"[:300], 2
-    result.elapsed_s = clock() - begun_s
+    progress.end(tiers())
+    progress.close()
+    result.elapsed_s, result.tiers = clock() - begun_s, tiers()
     return result
 
 
-def _measure(bench: Bench, recorder: _Recorder, prefix: str, point: Point, done: set[str], result: SweepResult) -> None:
+def _measure(bench: Bench, recorder: _Recorder, prefix: str, point: Point, order: int, done: set[str],
+             result: SweepResult) -> bool:
     try:
-        measurements = bench.measure(point)
-        ids = point.row_ids(prefix)
-        assert len(ids) == len(measurements), (point, measurements)
-        for row_id, measurement in zip(ids, measurements, strict=True):
-            if row_id not in done:
-                recorder.record(row_id, point.kind, point.tier, point.split, measurement)
-                done.add(row_id)
+        recorder.point(prefix, point, bench.measure(point), order, done)
         result.measured += 1
+        return True
     except (BusyError, DeviceLostError, TimeUpError):
         raise
     except ProfileError as exc:  # PointError, and what the torch reference or the quantiles refuse
         result.failed.append((point.key, str(exc)))
+    return False

@@ -1,4 +1,5 @@
-"""The arithmetic of timing: medians, how often to repeat, how far to rotate, and which samples lie in the window.
+"""The arithmetic of timing: means and quantiles, how often to repeat, how far to rotate, which samples lie in the window, and
+how sure a ratio of means is.
 
 Pure: takes seconds, returns seconds. The device side is in :mod:`bullet.profiler.lane_graphs`.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from bullet.errors import ProfileError
 
@@ -25,22 +28,26 @@ class Interval(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Median, 20th and 80th percentile of ``samples`` values, in seconds."""
+    """Median, 20th and 80th percentile of ``samples`` values, their mean and 95th percentile, in seconds."""
 
     median_s: float
     p20_s: float
     p80_s: float
     samples: int
+    mean_s: float | None = None
+    p95_s: float | None = None
 
 
 class Window(NamedTuple):
     """Samples of one lane that lie inside the other lane's activity.
 
     ``seconds``: per repetition, one entry a kept replay. ``window_s``: seconds in which both lanes are known to be busy.
+    ``both_share``: of the lane's own timed train.
     """
 
     seconds: list[float]
     window_s: float
+    both_share: float = 0.0
 
 
 def summarise(seconds: Sequence[float]) -> Stats:
@@ -57,7 +64,33 @@ def summarise(seconds: Sequence[float]) -> Stats:
         high = min(low + 1, len(ordered) - 1)
         return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
-    return Stats(quantile(0.5), quantile(0.2), quantile(0.8), len(ordered))
+    return Stats(quantile(0.5), quantile(0.2), quantile(0.8), len(ordered), math.fsum(ordered) / len(ordered), quantile(0.95))
+
+
+RESAMPLES = 400
+
+
+def ratio_of_means(above: Sequence[float], below: Sequence[Sequence[float]], seed: int) -> tuple[float, float, float]:
+    """Mean of ``above`` over the mean of the windows' means ``below``, with its 2.5th and 97.5th percentile.
+
+    By bootstrap over blocks of neighbours, each window by itself: replays that follow one another meet the same phase of the
+    other lane and the same clock, so that single ones are not independent (Politis, Romano, 1992: circular blocks, here of
+    about the cube root of a window's samples).
+    """
+    generator = np.random.default_rng([seed, len(above)])
+
+    def means(values: Sequence[float]) -> np.ndarray:
+        samples = np.asarray(values, dtype=float)
+        length = max(1, round(len(samples) ** (1 / 3)))
+        starts = generator.integers(len(samples), size=(RESAMPLES, -(-len(samples) // length)))
+        index = (starts[:, :, None] + np.arange(length)) % len(samples)
+        drawn: np.ndarray = samples[index.reshape(RESAMPLES, -1)[:, :len(samples)]].mean(1)
+        return drawn
+
+    ratios = means(above) / np.mean([means(window) for window in below], 0)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    ratio = float(np.mean(above) / np.mean([np.mean(window) for window in below]))
+    return ratio, float(low), float(high)
 
 
 def rotation(footprint_bytes: float, l2_bytes: float, limit_bytes: float) -> int:
@@ -79,6 +112,15 @@ def repeats(once_s: float, min_replay_s: float, rotation: int) -> int:
     return rotation * min(rounds, max(1, MAX_REPEATS // rotation))
 
 
+SOLO_S, SOLO_LEAST = 0.03, 6
+"""A window alone: so many seconds of replays, and at least so many of them."""
+
+
+def solo_count(replay_s: float, most: int) -> int:
+    """Timed replays of a window alone: ``most`` of short ones, fewer of long ones, and one more, which is dropped."""
+    return 1 + max(SOLO_LEAST, min(most, math.ceil(SOLO_S / max(replay_s, 1e-9))))
+
+
 def inside(own: Sequence[Interval], other: Sequence[Interval], repetitions: int) -> Window:
     """Own replays that lie wholly between the end of the other lane's first replay and the end of its last.
 
@@ -90,11 +132,11 @@ def inside(own: Sequence[Interval], other: Sequence[Interval], repetitions: int)
         return Window([], 0.0)
     start, end = other[0].end_s, other[-1].end_s
     kept = [(i.end_s - i.start_s) / repetitions for i in own[1:] if i.start_s >= start and i.end_s <= end]
-    both = min(own[-1].end_s, end) - max(own[0].start_s, start)
-    return Window(kept, max(0.0, both))
+    both_s = max(0.0, min(own[-1].end_s, end) - max(own[0].start_s, start))
+    return Window(kept, both_s, both_s / (own[-1].end_s - own[0].start_s))
 
 
-def train_lengths(prefill_s: float, decode_s: float, *, min_prefill: int, min_decode: int,
+def train_lengths(prefill_s: float, decode_s: float, min_prefill: int, min_decode: int, *,
                   limit: int) -> tuple[int, int]:
     """Replays of each lane so that both are busy for the same time, with at least the wanted samples inside.
 

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bullet.catalog.models import ModelSpec
 from bullet.errors import ProfileError
 from bullet.profiler import timing
+from bullet.profiler.shapes import CUDNN
 
 Tensor = torch.Tensor
 PAGE_TOKENS = 16
@@ -30,16 +33,28 @@ ROPE_BASE = 500_000.0
 """Llama 3.1's rotary base. It changes values, not times."""
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def pinned(q: Tensor, backend: str = "flash") -> AbstractContextManager[None]:
+    """SDPA by this backend and no other, on a GPU: left alone torch takes cuDNN for a Hopper card where its version is new
+    enough, and which it took is nowhere to be read. One that cannot run is an error, not another's time."""
+    if not q.is_cuda:
+        return nullcontext()
+    kind = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[backend]
+    context: AbstractContextManager[None] = sdpa_kernel(kind)
+    return context
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "flash") -> Tensor:
     """Causal attention of the last ``n`` of ``T`` positions: q ``(B, H, n, D)``, k and v ``(B, K, T, D)``."""
     n, total = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
     if n == total:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        with pinned(q, backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if q.is_cuda:
         from torch.nn.attention.bias import causal_lower_right
 
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, total), enable_gqa=grouped)
+        with pinned(q, backend):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, total), enable_gqa=grouped)
     mask = torch.ones(n, total, dtype=torch.bool, device=q.device).tril(total - n)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
@@ -48,7 +63,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One query a sequence over the whole cache: q ``(B, H, D)``, k and v ``(B, K, T, D)`` -> ``(B, H, D)``."""
     b, h, d = q.shape
     rows = q.view(b, k.shape[1], h // k.shape[1], d)
-    return F.scaled_dot_product_attention(rows, k, v).reshape(b, h, d)
+    with pinned(q):
+        return F.scaled_dot_product_attention(rows, k, v).reshape(b, h, d)
 
 
 def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -168,12 +184,12 @@ class Workloads:
         self._caches.clear()
 
     def build(self, op: str, tokens: int, batch: int, context_tokens: int, role: str) -> Workload:
-        """The workload of one shape (:class:`bullet.profiler.plan.Shape`); :class:`ProfileError` for an unknown one."""
+        """The workload of one shape (:class:`bullet.profiler.shapes.Shape`); :class:`ProfileError` for an unknown one."""
         if tokens % batch:
             raise ProfileError(f"{op}: {tokens} tokens in {batch} sequences: must divide evenly")
         if op in ("prefill_layer", "decode_layer"):
             return self._layer(op, tokens, batch, context_tokens, role)
-        if op in ("prefill_attention", "decode_attention"):
+        if op in ("prefill_attention", CUDNN, "decode_attention"):
             return self._attention(op, tokens, batch, context_tokens, role)
         if op == "paged_decode_attention":
             return self._paged(op, tokens, batch, context_tokens, role)
@@ -241,15 +257,17 @@ class Workloads:
 
     def _attention(self, op: str, tokens: int, batch: int, context_tokens: int, role: str) -> Workload:
         m, new = self.model, tokens // batch
-        total = context_tokens + new if op == "prefill_attention" else context_tokens
+        prefill = op != "decode_attention"
+        total = context_tokens + new if prefill else context_tokens
         width = self.dtype.itemsize
         footprint = (2 * batch * m.num_kv_heads * total + 2 * tokens * m.num_heads) * m.head_dim * width
         count = self._rotation(footprint)
         keys = [self._cache("k", role, i, batch, total) for i in range(count)]
         values = [self._cache("v", role, i, batch, total) for i in range(count)]
-        if op == "prefill_attention":
+        if prefill:
             queries = [self._random(batch, m.num_heads, new, m.head_dim) for _ in range(count)]
-            return Workload(op, lambda i: prefill_attention(queries[i], keys[i], values[i]), count, footprint)
+            backend = "cudnn" if op == CUDNN else "flash"
+            return Workload(op, lambda i: prefill_attention(queries[i], keys[i], values[i], backend), count, footprint)
         if new != 1:
             raise ProfileError(f"{op}: {tokens} new tokens in {batch} sequences: must be one each")
         queries = [self._random(batch, m.num_heads, m.head_dim) for _ in range(count)]

@@ -26,8 +26,8 @@ LEAST_S = 0.2e-6
 SHAPE = ("tokens", "batch", "context_tokens", "decode_seqs", "decode_context_tokens", "columns", "inner", "heads", "kv_heads",
          "head_dim", "num_gpus", "message_bytes")
 """Columns that make a row's identity, beside version and operation."""
-KNOWN_OPS = ("gemm", "prefill_attention", "decode_attention", "paged_decode_attention", "mixed_attention", "norm", "qk_norm",
-             "rope", "act", "embedding", "sampler", "copy", "all_reduce")
+KNOWN_OPS = ("gemm", "prefill_attention", "cudnn_prefill_attention", "decode_attention", "paged_decode_attention",
+             "mixed_attention", "norm", "qk_norm", "rope", "act", "embedding", "sampler", "copy", "all_reduce")
 SAME = ("kind", "op", *SHAPE, "backend", "partition", "lane", "unit", "sms", "split_prefill_sms", "split_decode_sms", "corunner",
         "corunner_tokens", "corunner_batch", "corunner_context_tokens", "corunner_sms", "origin_version", "model", "dtype")
 """Two rows of one table that agree in these measured the same thing, whatever their ids say."""
@@ -116,7 +116,9 @@ def check_samples(rows: Sequence[Mapping[str, Any]], *, min_neighbours: int = 4,
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     # A layer's norms have one shape and are several kernels: their names end the id.
     kernel = row["id"].partition(REPEAT)[0].rpartition("|")[2] if row["op"] == "norm" else None
-    return (*(row[name] for name in SAME), kernel)
+    # A cell's windows alone are taken twice on purpose, and what cuBLAS was told or how lanes share makes another measurement.
+    return (*(row[name] for name in SAME), kernel, "|told" in row["id"],
+            *(row.get(name) for name in ("cell", "step", "sharing", "cublas_sms")))
 
 
 def check_repeat(row: Mapping[str, Any], first: Mapping[str, Any]) -> None:

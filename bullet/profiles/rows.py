@@ -27,8 +27,8 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "kind": ("str", "solo | corun | control | anchor"),
     "tier": ("str", "part of the plan that asked for it"),
     "op": ("str", "operation timed: gemm_* of the model's shapes, gemm (any other shape), prefill_attention, decode_attention, "
-                  "mixed_attention, norm, rope, act, embedding, sampler, copy, all_reduce, *_layer; paged_decode_attention and "
-                  "own_* (our kernels), engine_* (our engine)"),
+                  "mixed_attention, norm, rope, act, embedding, sampler, copy, all_reduce, *_layer; cudnn_prefill_attention; "
+                  "paged_decode_attention and own_* (our kernels), engine_* (our engine)"),
     "phase": ("str", "prefill | decode | mixed | either"),
     "tokens": ("int", "new tokens over the whole batch (rows of a GEMM)"),
     "batch": ("int", "sequences"),
@@ -54,32 +54,54 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "split_prefill_sms": ("int", "the pair's prefill side as granted; null without a partition"),
     "split_decode_sms": ("int", "the pair's decode side as granted; null without a partition"),
     "device_sms": ("int", "units of the whole device"),
+    "sharing": ("str", "how two lanes share the device: split (each its own SMs) | plain (streams) | priority (plain streams, "
+                       "decode's the more urgent) | bounded (plain streams, grids and cuBLAS bound to sms); null: one lane"),
+    "group_lane": ("str", "prefill | decode: the lane that holds the group of SMs asked for; the other has the remainder, which "
+                          "carries no co-scheduling guarantee; null without a split"),
+    "attention": ("str", "attention kernel: flash | cudnn (torch's, pinned) | own (this project's) | torch (not pinned: a CPU)"),
+    "cublas_sms": ("int", "SM count that cuBLAS was told to aim at; null: none, it may take the device for the lane"),
     # Beside what
-    "corunner": ("str", "idle | alu_spin | memory_stream | an operation"),
+    "corunner": ("str", "idle | tensor_spin | l2_stream | memory_stream | alu_spin | an operation"),
     "corunner_tokens": ("int", "as tokens, of the co-runner; null if none"),
     "corunner_batch": ("int", "as batch"),
     "corunner_context_tokens": ("int", "as context_tokens"),
     "corunner_sms": ("int", "units of the co-runner's lane"),
     "corunner_bytes_per_s": ("float", "least bytes that it moved over its window's seconds; null if none"),
     # Result: seconds of one repetition
-    "median_s": ("float", "median over samples"),
+    "median_s": ("float", "median over samples (p50)"),
+    "mean_s": ("float", "mean over samples: what a sum of steps, and so TPOT, consists of"),
     "p20_s": ("float", "20th percentile"),
     "p80_s": ("float", "80th percentile"),
+    "p95_s": ("float", "95th percentile"),
     "samples": ("int", "timed replays kept"),
     "repeats": ("int", "repetitions inside one replay"),
     "window_s": ("float", "seconds in which both lanes were busy; null alone"),
-    "slowdown": ("float", "median_s over the median alone on the same lane; null where that was not measured"),
+    "both_share": ("float", "share of this lane's timed train in which both lanes ran; null alone"),
+    "slowdown": ("float", "mean_s over the mean alone in the same cell (solo_mean_s); of rows without a cell, median_s over the "
+                          "median alone on the same lane; null where that was not measured"),
+    "slowdown_low": ("float", "2.5th percentile of slowdown by block bootstrap of the replays; null without a cell"),
+    "slowdown_high": ("float", "97.5th percentile"),
+    "solo_mean_s": ("float", "mean alone on the same lane, of the windows before and after in the same cell"),
+    "solo_drift": ("float", "of those two: the mean after over the mean before, minus 1"),
     "drift": ("float", "anchors around this row over the run's median anchor, minus 1; null without anchors"),
     "drift_ok": ("bool", "|drift| within the limit"),
     # When, and on what
+    "cell": ("str", "windows taken back to back: solo A, solo B, co-run, solo B, solo A; the same text on all rows of one visit"),
+    "replicate": ("int", "0, 1, ..: which visit of the same cell"),
+    "cell_order": ("int", "position of the visit in the random order of this run"),
+    "step": ("int", "position of the window in its cell, 0 first"),
+    "warm_s": ("float", "seconds of the same load directly before the first replay that counts"),
+    "loaded_s": ("float", "seconds of any load before it without the host's pause: of the same cell"),
     "order": ("int", "position in the run"),
     "run": ("int", "0, 1, ..: which call of the sweep appended it"),
     "seed": ("int", "seed of the order"),
     "measured_at": ("str", "UTC, ISO 8601"),
-    "clock_sm_hz": ("float", "SM clock just after, read only; null if unknown"),
-    "clock_mem_hz": ("float", "memory clock"),
+    "clock_window_hz": ("float", "SM clock inside the window: cycles over nanoseconds of one small kernel in the lane's train"),
+    "clock_sm_hz": ("float", "SM clock as the driver reports it, read while the window ran; null if unknown"),
+    "clock_mem_hz": ("float", "memory clock, as the driver reports it"),
     "temperature_c": ("float", "GPU temperature"),
-    "power_w": ("float", "board power"),
+    "power_w": ("float", "board power, read while the window ran: at an instant where the driver has that, else its average"),
+    "throttle": ("str", "reasons for which clocks were held down while the window ran, + between; empty: none; null if unknown"),
     "busy": ("bool", "another process was on the card"),
     "source": ("str", "measured | simulated"),
     "origin": ("str", "public table that the row comes from: repository, path, commit; null if measured by this project"),
@@ -152,7 +174,8 @@ def finalise(rows: Sequence[Mapping[str, Any]], drift_limit: float = DRIFT_LIMIT
 
     Drift: the mean of the anchors just before and just after the row, over the median anchor of its run, minus 1;
     an anchor's is its own.
-    Slow-down: over the median of the rows alone on the same lane of the same split, drifted rows left out.
+    Slow-down: a row that was measured in a cell brings its own, from the windows alone beside it. Else over the median of the
+    rows alone on the same lane of the same split, drifted rows left out.
     """
     out = [check_row(row) for row in rows]
     anchors: dict[int, list[tuple[int, float]]] = {}
@@ -175,6 +198,8 @@ def finalise(rows: Sequence[Mapping[str, Any]], drift_limit: float = DRIFT_LIMIT
         if row["kind"] == "solo" and row["drift_ok"] is not False:
             alone.setdefault(_lane_key(row), []).append(row["median_s"])
     for row in out:
+        if row["cell"] is not None:
+            continue
         base = alone.get(_lane_key(row))
         row["slowdown"] = None
         if row["kind"] in ("corun", "control") and base:

@@ -17,18 +17,20 @@ from typing import Any
 import numpy as np
 
 from bullet.catalog.gpus import GPUS, GpuSpec, get_gpu
-from bullet.catalog.models import get_model
+from bullet.catalog.models import ModelSpec, get_model
 from bullet.config import KV_BLOCK_TOKENS, RunConfig
 from bullet.devices.load import served_model
 from bullet.errors import BulletError, ConfigError, EngineError, ProfileError
 from bullet.profiler.bench import CPU_NAME
+from bullet.profiler.card import CONTEXT_BYTES, WORKSPACE_BYTES
 from bullet.runtime.driver import Machine
 from bullet.state import SplitTable
+from bullet.work import activation_bytes
 from bullet.workload import Workload, stream
 
 CPU_KV_TOKENS = 32_768
-RESERVE_BYTES = 4 << 30
-"""Left free on a GPU for activations, graphs and cuBLAS: *assumed*."""
+SPARE_BYTES = 512 << 20
+"""Left free on a GPU beside what :func:`reserve_bytes` counts: loaded kernels, fragments. *Assumed.*"""
 
 
 @dataclasses.dataclass
@@ -56,6 +58,15 @@ def prompts_of(workload: Workload, vocabulary: int, seed: int) -> Callable[[int]
         rng = stream(seed, f"prompt:{request_id}")
         return rng.integers(0, vocabulary, int(workload.prompt_tokens[request_id])).tolist()
     return prompt
+
+
+def reserve_bytes(model: ModelSpec, max_tokens: int, lanes: int, largest_batch: int, dtype_bytes: int) -> int:
+    """Left free on a GPU for what is no KV cache. Memory of one stream is not another's: each prefill lane keeps the activations
+    of the longest prompt, each decode lane those of its largest graph and of its eager run before that; then one batch's logits,
+    and a workspace and a context for each."""
+    prefill = lanes * activation_bytes(model, max_tokens, dtype_bytes)
+    decode = lanes * 2 * activation_bytes(model, largest_batch, dtype_bytes) + largest_batch * model.vocab_size * dtype_bytes
+    return prefill + decode + 2 * lanes * (WORKSPACE_BYTES + CONTEXT_BYTES) + SPARE_BYTES
 
 
 def architecture(name: str, weights: Path | None, dtype: Any) -> Any:
@@ -130,17 +141,17 @@ def known_gpu(name: str, num_sms: int) -> GpuSpec:
 def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend: str, allow_busy: bool,
                say: Callable[[str], None]) -> Iterator[Opened]:
     torch = _import_torch()
-    from bullet.engine.engine import Engine
+    from bullet.engine.engine import BUCKETS, Engine
     from bullet.engine.model import Ops
     from bullet.engine.sequences import kv_blocks_that_fit
-    from bullet.profiler import bench_cuda, plan
+    from bullet.profiler import axes, bench_cuda
     from bullet.profiler.check import run_check
 
     arch = architecture(config.device.model, folder, None)
     spec = arch.spec
 
     def open_bench(kind: str) -> Any:
-        return bench_cuda.open_cuda(spec, backend=kind, core=plan.CORE_DECODE_SHARES, extra=(), allow_busy=allow_busy)[0]
+        return bench_cuda.open_cuda(spec, backend=kind, core=axes.CORE_DECODE_SHARES, extra=(), allow_busy=allow_busy)[0]
 
     note = "no partition: plain streams"
     try:
@@ -183,7 +194,8 @@ def _open_cuda(config: RunConfig, max_tokens: int, folder: Path | None, backend:
         dtype = torch.bfloat16 if bench.props.capability >= (8, 0) else torch.float16
         arch = dataclasses.replace(arch, dtype=dtype)
         weights = _weights(arch, folder, config.seed, device)
-        kv_blocks = kv_blocks_that_fit(arch, bench.free_bytes(), RESERVE_BYTES, max_tokens)
+        kv_blocks = kv_blocks_that_fit(arch, bench.free_bytes(), reserve_bytes(arch.spec, max_tokens, len(pairs) + 1,
+                                                                           BUCKETS[-1], dtype.itemsize), max_tokens)
         if config.device.kv_tokens is not None:
             kv_blocks = min(kv_blocks, config.device.kv_tokens // KV_BLOCK_TOKENS)
         engine = Engine(arch, weights, Ops("triton"), kv_blocks=kv_blocks, max_tokens=max_tokens, device=device,

@@ -29,7 +29,7 @@ from bullet.devices.measured import MeasuredDevice, StepProfile
 from bullet.errors import ConfigError, ProfileError, ResultsError
 from bullet.files import Claim, safe_name, write_json, write_text
 from bullet.policies import build_policy, check_name, check_trusted
-from bullet.profiler import plan, session
+from bullet.profiler import session, shapes
 from bullet.results import metrics
 from bullet.results.columns import StepTable
 from bullet.results.folder import load_run
@@ -153,10 +153,10 @@ def sweep(config: RunConfig, engine: Engine, out: Path, budget_s: float | None, 
     """``bullet-profile sweep --device cpu`` of the engine's layers and steps into ``out``, as the command does it; ``again``: the
     steps alone. Torch's operations play no part here, and a busy machine changes while they are swept."""
     budget_s = SWEEP_S if budget_s is None else min(SWEEP_S, 0.3 * budget_s)
-    wanted = {"gemm_lm_head", *(() if again else plan.ENGINE_LAYERS)}
+    wanted = {"gemm_lm_head", *(() if again else shapes.ENGINE_LAYERS)}
     # Its plan and summary are in its folder.
     result = session.sweep(session.Target("cpu", threads=engine.threads), out, model=config.device.model, budget_s=budget_s,
-                           seed=config.seed, skip=[op for op in plan.OPS if op not in wanted])
+                           seed=config.seed, skip=[op for op in shapes.OPS if op not in wanted])
     if result.interrupt is not None:
         raise result.interrupt
     if result.status:

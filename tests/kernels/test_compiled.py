@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from bullet.kernels.launch import compile_for, interpreted
+from bullet.kernels.launch import SHARED_MEMORY_BYTES, compile_for, interpreted  # noqa: E402
 
 FILES = ("decode_attention", "prefill_attention", "norm", "rope", "activation", "gemm", "copy")
 ENTRIES = {name: entry for file in FILES
            for name, entry in importlib.import_module(f"bullet.kernels.{file}").COMPILED.items()}
-SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-"""Most that a block may use (CUDA C++ programming guide, table of compute capabilities)."""
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
@@ -31,6 +30,38 @@ def test_kernels_compile(name, capability):
         ptx = compiled.asm["ptx"]
         assert "mma" in ptx  # tensor cores
         assert "cp.async" in ptx  # loads overlap arithmetic
+
+
+PIPELINES = [
+    # Two buffers of 32 KB beside 7 KB: two blocks an SM on sm_80 (163 KB) and three on sm_90 (227), one on sm_89 (99): there deep
+    # only on a narrow lane.
+    ("decode_attention_bf16_g4_d128_batch_64", {80: 5, 89: 3, 90: 5}, 72_192),
+    ("decode_attention_bf16_g4_d128_batch_64_narrow", {80: 5, 89: 5, 90: 5}, 72_192),
+    ("prefill_attention_bf16_g4_d128_128_rows", {80: 5, 89: 5, 90: 5}, 98 << 10)]
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize(("name", "stages", "least_bytes"), PIPELINES)
+def test_attention_has_two_tiles_under_way_where_its_depth_says_so(name, stages, least_bytes, capability):
+    """In the compiled code: shared memory for two buffers of keys and values, and a loop that waits for the older one only."""
+    entry = ENTRIES[name]
+    assert entry.num_stages(capability) == stages[capability]
+    compiled = compile_for(entry, capability)
+    waits = {int(text, 0) for text in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.asm["ptx"])}
+    deep = stages[capability] == 5
+    assert (compiled.metadata.shared >= least_bytes) == deep
+    assert (3 in waits) == deep
+
+
+def test_a_pipeline_is_as_deep_as_the_shared_memory_allows():
+    decode_stages, prefill_stages = (importlib.import_module(f"bullet.kernels.{phase}_attention").pipeline_stages
+                                     for phase in ("decode", "prefill"))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert [decode_stages(89, sms, bf16, 128) for sms in (20, 31, 32, 128)] == [5, 5, 3, 3]
+    assert [decode_stages(cap, 132, bf16, 256) for cap in (80, 89, 90)] == [3, 3, 3]  # 128 KB of buffers: one block at most
+    assert decode_stages(80, 20, bf16, 256) == 5  # which a narrow lane takes
+    assert [prefill_stages(cap, fp32, 256, 16) for cap in (80, 89, 90)] == [5, 2, 5]
+    assert decode_stages(103, 132, bf16, 128) == decode_stages(100, 132, bf16, 128)  # an unlisted capability: the one below
 
 
 def test_what_the_engine_launches_is_among_them():

@@ -25,7 +25,7 @@ def test_kernels_compile(name, capability, integers):
     assert len(compiled.asm["cubin"]) > 0
     # Volatile reads inside the loop, not one hoisted out of it: the spin would never end.
     timer = ptx.count("%globaltimer")
-    assert timer == (0 if name == "memory_stream" else 2)
+    assert timer == {"memory_stream": 0, "l2_stream": 0, "clock": 3}.get(name, 2)
     assert ("%smid" in ptx) == (name == "sm_probe")
 
 
@@ -69,3 +69,20 @@ def test_poisoned_buffers_show_blocks_that_never_ran():
     buffers.smid.fill_(5)
     buffers.poison()
     assert buffers.smid.tolist() == [-1, -1, -1]
+
+
+def test_tensor_spin_keeps_its_products_and_moves_nothing():
+    ptx = probe.compile_for("tensor_spin", 90).asm["ptx"]
+    assert "wgmma" in ptx
+    assert "ld.global" not in ptx
+    assert "mma.sync" in probe.compile_for("tensor_spin", 80).asm["ptx"]
+
+
+def test_the_l2_stream_goes_past_l1():
+    ptx = probe.compile_for("l2_stream", 90).asm["ptx"]
+    assert ".cg" in ptx
+    assert "ld.global.v4" not in ptx.replace(".cg", "")
+
+
+def test_the_clock_reads_cycles_twice():
+    assert probe.compile_for("clock", 90).asm["ptx"].count("%clock64") == 2

@@ -91,6 +91,13 @@ class FakeGraph:
         if self.ended:
             self.cuda.pool_graphs[self.pool] -= 1
 
+    def debug_dump(self, path: str) -> None:
+        with open(path, "w") as out:
+            out.write("digraph dot { }")
+
+    def raw_cuda_graph(self) -> int:
+        return id(self)
+
     def replay(self) -> None:
         self.cuda.log.append("replay")
         self.cuda.spend(self.cuda.current, self.seconds)
@@ -135,8 +142,11 @@ class FakeCuda:
     def ExternalStream(self, handle: int) -> FakeStream:
         return FakeStream(self, handle)
 
-    def CUDAGraph(self) -> FakeGraph:
+    def CUDAGraph(self, keep_graph: bool = False) -> FakeGraph:
         return FakeGraph(self)
+
+    def current_blas_handle(self) -> int:
+        return 7
 
     @contextmanager
     def stream(self, stream: FakeStream):
@@ -199,6 +209,8 @@ class FakeKernels:
     """The face of ``bullet.kernels.probe``: probes read the stub driver's books."""
 
     BLOCKS_PER_SM, OVERSUBSCRIPTION, ALU_BLOCKS_PER_SM, ALU_BLOCK = 1, 2, 1, 1
+    TENSOR_TILE, STREAM_BLOCK, STREAM_BLOCKS_PER_SM, L2_PASSES = 4, 4, 1, 2
+    CLOCK_HZ = 1.5e9
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -225,6 +237,17 @@ class FakeKernels:
     def launch_gate(self, out: object, spin_ns: int) -> None:
         self.cuda.launch(spin_ns * 1e-9)
 
+    def launch_clock(self, out: object, spin_ns: int) -> None:
+        def effect(stream: FakeStream) -> None:
+            out[0], out[1] = round(self.CLOCK_HZ * spin_ns * 1e-9), spin_ns
+        self.cuda.launch(spin_ns * 1e-9, effect)
+
+    def launch_tensor_spin(self, out: object, num_sms: int, spin_ns: int) -> None:
+        self.cuda.launch(spin_ns * 1e-9)
+
+    def launch_l2_stream(self, source: object, out: object, num_sms: int) -> None:
+        self.cuda.launch(1e-4)
+
     def launch_alu_spin(self, out: object, num_sms: int, spin_ns: int) -> None:
         self.cuda.launch(spin_ns * 1e-9)
 
@@ -242,7 +265,7 @@ class FakeShop:
         self.cleared = 0
 
     def build(self, op: str, tokens: int, batch: int, context_tokens: int, role: str) -> SimpleNamespace:
-        from bullet.profiler.plan import Shape
+        from bullet.profiler.shapes import Shape
 
         shape = Shape(op, tokens, batch, context_tokens)
         self.built.append(op)

@@ -27,9 +27,11 @@ from bullet.gpu.driver import Driver  # noqa: E402
 from bullet.gpu.partition import green_context_table, unpartitioned_table  # noqa: E402
 from bullet.gpu.splits import Split, granularity  # noqa: E402
 from bullet.profiler import bench_cuda, card, lane_graphs, session  # noqa: E402
+from bullet.profiler.axes import choose_splits  # noqa: E402
 from bullet.profiler.bench import DeviceLostError, PointError  # noqa: E402
 from bullet.profiler.check import run_check  # noqa: E402
-from bullet.profiler.plan import Point, Rates, Shape, choose_splits, decode, flops_and_bytes, prefill  # noqa: E402
+from bullet.profiler.plan import Point, Rates  # noqa: E402
+from bullet.profiler.shapes import Shape, decode, flops_and_bytes, prefill  # noqa: E402
 from bullet.profiles.journal import read_journal  # noqa: E402
 from bullet.profiles.rows import ENGINE_OPS, read_parquet  # noqa: E402
 
@@ -53,6 +55,11 @@ def open_bench(splits=(SPLIT,), kernels=True, model=LLAMA, read_processes=list, 
     return bench, cuda, stub
 
 
+def about(bench, point):
+    """The rows that a cell is about, without its windows alone."""
+    return [m for m in bench.measure(point) if not m.part]
+
+
 def test_alone_takes_what_the_lane_takes():
     bench, _, _ = open_bench()
     (row,) = bench.measure(Point("solo", SPLIT, "decode", DECODE))
@@ -65,7 +72,7 @@ def test_alone_takes_what_the_lane_takes():
 
 def test_corun_times_both_lanes_inside_the_window():
     bench, _, _ = open_bench()
-    p, d = bench.measure(CORUN)
+    p, d = about(bench, CORUN)
     assert (p.lane, p.shape, p.sms, p.corunner_shape, p.corunner_sms) == ("prefill", PREFILL, 112, DECODE, 20)
     assert (d.lane, d.shape, d.sms, d.corunner_shape, d.corunner_sms) == ("decode", DECODE, 20, PREFILL, 112)
     assert d.stats.median_s == pytest.approx(RATES.seconds(LLAMA, DECODE, 20), rel=1e-6)
@@ -96,12 +103,12 @@ def timed_stretches(log):
             yield calls[calls.index("record"):len(calls) - calls[::-1].index("record")]
 
 
-@pytest.mark.parametrize("control", ["alu_spin", "memory_stream"])
+@pytest.mark.parametrize("control", ["alu_spin", "memory_stream", "tensor_spin", "l2_stream"])
 def test_controls_time_one_lane(control):
     bench, _, _ = open_bench()
-    (row,) = bench.measure(Point("control", SPLIT, "decode", DECODE, control=control))
+    (row,) = about(bench, Point("control", SPLIT, "decode", DECODE, control=control))
     assert (row.lane, row.corunner, row.corunner_shape, row.corunner_sms) == ("decode", control, None, 112)
-    assert (row.corunner_bytes_per_s is None) == (control == "alu_spin")
+    assert (row.corunner_bytes_per_s is None) == control.endswith("_spin")
     assert row.stats.samples >= 20
 
 
@@ -111,14 +118,15 @@ def test_a_replay_thousands_of_times_shorter_than_the_other_is_made_longer(besid
     bench, _, _ = open_bench([Split(20, 112)])
     slow = bench.graphs.shop.rates = Rates(132, 1e14, 3e12)
     long, short = prefill("prefill_layer", 8192), decode("decode_layer", 1, 1024)
-    assert slow.seconds(LLAMA, long, 20) * 17 > 3000 * lane_graphs.ALU_SPIN_S
+    assert slow.seconds(LLAMA, long, 20) * 13 > 1500 * lane_graphs.SPIN_S
     lengths, run = [], bench.graphs.run
-    monkeypatch.setattr(bench.graphs, "run", lambda trains: lengths.append(max(t[2] for t in trains)) or run(trains))
+    monkeypatch.setattr(bench.graphs, "run", lambda windows, **options: lengths.append(
+        max(t.count for window in windows for t in window)) or run(windows, **options))
     if beside == "decode":
-        first, second = bench.measure(Point("corun", Split(20, 112), "both", long, short))
+        first, second = about(bench, Point("corun", Split(20, 112), "both", long, short))
         assert second.stats.median_s == pytest.approx(slow.seconds(LLAMA, short, 112))
     else:
-        first, = bench.measure(Point("control", Split(20, 112), "prefill", long, control=beside))
+        first, = about(bench, Point("control", Split(20, 112), "prefill", long, control=beside))
     assert first.stats.median_s == pytest.approx(slow.seconds(LLAMA, long, 20))
     assert first.stats.samples >= 8
     assert max(lengths) <= lane_graphs.TRAIN_LIMIT
@@ -126,7 +134,7 @@ def test_a_replay_thousands_of_times_shorter_than_the_other_is_made_longer(besid
 
 def test_unpartitioned_corun_runs_on_two_plain_streams():
     bench, _, _ = open_bench()
-    p, d = bench.measure(Point("corun", None, "both", PREFILL, DECODE))
+    p, d = about(bench, Point("corun", None, "both", PREFILL, DECODE))
     assert (p.sms, d.sms) == (132, 132)
 
 
@@ -152,8 +160,8 @@ def test_graphs_that_leave_their_partition_are_captured_inside_its_context(gpu, 
     gpu.options["graphs_leak"] = "without context"
     assert profile_cli.main(["sweep", "--budget-s", "30", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "0 of 13 pairs proven by streams alone; once more with each green context made current" in text
-    assert "13 of 13 pairs proven" in text[text.index("Sweep:"):]
+    assert "0 of 12 pairs proven by streams alone; once more with each green context made current" in text
+    assert "12 of 12 pairs proven" in text[text.index("Sweep:"):]
     _, rows, _ = read_journal(tmp_path / "samples.jsonl")
     assert {r["partition"] for r in rows if r["split_decode_sms"] is not None} == {"proven"}
     (_, stub), = gpu.opened
@@ -202,7 +210,7 @@ def test_a_broken_triton_costs_the_proof_and_one_control(gpu, tmp_path, capsys, 
     monkeypatch.setattr(FakeKernels, "launch_gate", broken)
     monkeypatch.setattr(FakeCuda, "_sleep", lambda self, cycles: self.launch(cycles / 1.5e9), raising=False)
     monkeypatch.setattr(lane_graphs.LaneGraphs, "control", lambda self, name, lane: self.graph(DECODE, lane, "decode"))
-    assert profile_cli.main(["sweep", "--budget-s", "120", "--out", str(tmp_path)]) == 0
+    assert profile_cli.main(["sweep", "--budget-s", "280", "--out", str(tmp_path)]) == 0
     assert "triton does not work here (no C compiler: set CC)" in capsys.readouterr().out
     _, rows, _ = read_journal(tmp_path / "samples.jsonl")
     assert {r["partition"] for r in rows if r["split_decode_sms"] is not None} == {"unproven"}
@@ -229,7 +237,7 @@ def test_without_triton_no_proof_and_no_alu_spin():
     cuda._sleep = lambda cycles: cuda.launch(cycles / 1.5e9)
     assert not bench.allowed(Point("control", SPLIT, "decode", DECODE, control="alu_spin"))
     assert bench.allowed(CORUN)
-    assert len(bench.measure(CORUN)) == 2
+    assert len(about(bench, CORUN)) == 2
     with pytest.raises(PartitionError, match="needs triton"):
         run_check(bench.table, bench, bench.gpu)
 
@@ -245,13 +253,13 @@ def test_our_own_decode_kernel_is_bound_to_its_lane_and_needs_triton():
 
     bench.graphs.shop.build = with_lanes
     shape = decode("paged_decode_attention", 32, 1024)
-    beside = Point("corun", SPLIT, "both", Shape("gemm_gate_up", 2048), shape)
+    pair = Point("corun", SPLIT, "both", Shape("gemm_gate_up", 2048), shape)
     for point in (Point("solo", None, "full", shape), Point("solo", SPLIT, "decode", shape)):
         assert bench.allowed(point)
         bench.measure(point)
     assert bound == [132, 20]
     plain, _, _ = open_bench(kernels=False)
-    assert [plain.allowed(p) for p in (Point("solo", SPLIT, "decode", shape), beside, CORUN)] == [False, False, True]
+    assert [plain.allowed(p) for p in (Point("solo", SPLIT, "decode", shape), pair, CORUN)] == [False, False, True]
     for op in ENGINE_OPS:
         own = Point("solo", SPLIT, "decode", Shape(op, 32, 32, 1024))
         assert (bench.allowed(own), plain.allowed(own)) == (True, False)
@@ -264,16 +272,16 @@ def test_a_failing_kernel_costs_its_point_only():
     bench, _, _ = open_bench(fail_at={3: "CUDA error: invalid\n configuration"})
     with pytest.raises(PointError, match="invalid configuration"):
         bench.measure(CORUN)
-    assert len(bench.measure(CORUN)) == 2
+    assert len(about(bench, CORUN)) == 2
 
 
 def test_errors_of_any_class_cost_their_point_but_our_own_bugs_show(monkeypatch):
     bench, _, _ = open_bench()
     for error in (ValueError("ptxas\n failed"), KeyError("cubin"), OSError("no cc")):
-        monkeypatch.setattr(bench, "_solo", lambda point, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(bench, "_windows", lambda point, steps, error=error: (_ for _ in ()).throw(error))
         with pytest.raises(PointError):
             bench.measure(Point("solo", SPLIT, "decode", DECODE))
-    monkeypatch.setattr(bench, "_solo", lambda point: (_ for _ in ()).throw(AssertionError("ours")))
+    monkeypatch.setattr(bench, "_windows", lambda point, steps: (_ for _ in ()).throw(AssertionError("ours")))
     with pytest.raises(AssertionError, match="ours"):
         bench.measure(Point("solo", SPLIT, "decode", DECODE))
 
@@ -282,11 +290,11 @@ def test_a_pool_lives_as_long_as_graphs_are_captured_into_it():
     """The check's graphs go at once; the sweep captures on the same streams."""
     bench, cuda, _ = open_bench()
     assert run_check(bench.table, bench, bench.gpu).proven
-    assert len(bench.measure(CORUN)) == 2
+    assert len(about(bench, CORUN)) == 2
     assert all(count >= 1 for count in cuda.pool_graphs.values())
     bench.graphs.drop()
     assert set(cuda.pool_graphs.values()) == {0}
-    assert len(bench.measure(CORUN)) == 2
+    assert len(about(bench, CORUN)) == 2
 
 
 def test_a_kernel_that_fails_during_capture_ends_the_capture(monkeypatch):
@@ -316,7 +324,7 @@ def test_an_allocator_that_stays_recording_costs_no_further_point(monkeypatch):
 
 def test_out_of_memory_drops_what_is_cached_and_tries_once_more():
     bench, cuda, _ = open_bench(fail_at={3: "CUDA out of memory. Tried to allocate 9 GiB"})
-    assert len(bench.measure(CORUN)) == 2
+    assert len(about(bench, CORUN)) == 2
     assert "empty_cache" in cuda.log
     assert bench.graphs.shop.cleared == 1
     bench, cuda, _ = open_bench(fail_at=dict.fromkeys(range(3, 99), "CUDA out of memory. Tried to allocate 9 GiB"))
@@ -387,8 +395,8 @@ def test_gpu_run_end_to_end(gpu, tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.index("Partition check") < text.index("Plan:") < text.index("Sweep:")
     assert len(text[text.index("Sweep:"):]) < 12_000
-    assert "13 of 13 pairs proven" in text[-12_000:]
-    assert "Co-run, measured on NVIDIA stub" in text[-12_000:]
+    assert "12 of 12 pairs proven" in text[-12_000:]
+    assert "Co-run (engine's layers), measured on NVIDIA stub" in text[-12_000:]
     files = list(tmp_path.iterdir())
     assert len(files) <= 8
     assert all(f.stat().st_size < 16 << 20 for f in files)
@@ -575,7 +583,7 @@ def test_unproven_pairs_mark_their_rows(gpu, tmp_path, capsys):
     split_rows = [r for r in rows if r["split_decode_sms"] is not None]
     assert {r["partition"] for r in split_rows} == {"unproven"}
     assert "graph: prefill ran on 132 SMs" in split_rows[0]["partition_note"]
-    assert "0 of 13 pairs proven" in capsys.readouterr().out
+    assert "0 of 12 pairs proven" in capsys.readouterr().out
     assert profile_cli.main(["check"]) == 1
 
 
@@ -639,7 +647,7 @@ def test_card_state_through_nvml_reads_only():
     nvml = FakeNvml()
     reader = card.CardReader("0", nvml=nvml)
     assert reader.clocks() == {"clock_sm_hz": 1.98e9, "clock_mem_hz": 1.98e9, "temperature_c": 41.0,
-                               "power_w": pytest.approx(123.456)}
+                               "power_w": pytest.approx(123.456), "throttle": None}
     assert reader.driver() == "580.1"
     assert reader.processes() == ["pid 1"]
     assert not [c for c in nvml.calls if "Set" in c or "Reset" in c]
@@ -657,7 +665,8 @@ def test_card_state_through_nvidia_smi_is_kept_for_a_while():
         return "1980, [N/A], 41, 300.5\n"
 
     reader = card.CardReader("1", command=command, clock=lambda: now[0])
-    assert reader.clocks() == {"clock_sm_hz": 1.98e9, "clock_mem_hz": None, "temperature_c": 41.0, "power_w": 300.5}
+    assert reader.clocks() == {"clock_sm_hz": 1.98e9, "clock_mem_hz": None, "temperature_c": 41.0, "power_w": 300.5,
+                               "throttle": None}
     reader.clocks()
     assert len(asked) == 1
     now[0] = 11.0

@@ -14,7 +14,8 @@ from bullet.catalog.models import ModelSpec  # noqa: E402
 from bullet.errors import ProfileError  # noqa: E402
 from bullet.profiler import bench_engine as engine_bench  # noqa: E402
 from bullet.profiler.bench import CpuBench  # noqa: E402
-from bullet.profiler.plan import ENGINE_LAYERS, OWN_KERNELS, Point, Shape, decode, flops_and_bytes, prefill  # noqa: E402
+from bullet.profiler.plan import Point  # noqa: E402
+from bullet.profiler.shapes import ENGINE_LAYERS, OWN_KERNELS, Shape, decode, flops_and_bytes, prefill  # noqa: E402
 from bullet.profiles.rows import ENGINE_OPS  # noqa: E402
 
 TINY = ModelSpec("tiny-test", 3, 32, 48, 4, 2, 16, 61, 512)
@@ -29,29 +30,55 @@ def shop(model=TINY):
 @pytest.mark.parametrize(("op", "tokens", "batch", "context"), [(PREFILL, 20, 1, 0), (PREFILL, 24, 2, 17), (DECODE, 3, 3, 33)])
 def test_a_repetition_is_one_layer_and_the_same_each_time(op, tokens, batch, context, qk_norm):
     model = ModelSpec("tiny-test", 3, 32, 48, 4, 2, 16, 61, 512, qk_norm=qk_norm)
-    work = shop(model).build(op, tokens, batch, context, "prefill")
-    first = work.run(0).clone()
+    source = shop(model)
+    work = source.build(op, tokens, batch, context, "prefill")
+    before = [r.clone() for r in source.residuals[op, "prefill"]]
+
+    def again(one):
+        for residual, kept in zip(source.residuals[op, "prefill"], before, strict=True):
+            residual.copy_(kept)
+        return one.run(0).clone()
+
+    first = again(work)
     assert first.shape == (tokens, 32)
     assert torch.isfinite(first).all()
-    # The cache rows it writes are those it reads, and the residual stream is not carried over.
-    assert torch.equal(work.run(0), first)
-    assert torch.equal(work.on(7).run(0), first)
+    # The cache rows it writes are those it reads; only the residual stream is carried over.
+    assert torch.equal(again(work), first)
+    assert not torch.equal(work.run(0), first)
+    assert torch.equal(again(work.on(7)), first)
     if work.rotation > 1:
         assert not torch.equal(work.run(1), first)
+
+
+def test_a_residual_stream_that_is_never_put_back_stays_finite():
+    """No copy in the graph: thousands of repetitions add to one stream, by one layer's output each."""
+    source = shop()
+    work = source.build(DECODE, 2, 2, 20, "decode")
+    for _ in range(3000):
+        out = work.run(0)
+    (residual, *_) = source.residuals[DECODE, "decode"]
+    assert torch.isfinite(out).all()
+    assert float(residual.abs().max()) < 3000 * 2 * float(out.abs().max() + 1)
 
 
 def test_the_pages_of_a_decode_are_all_read():
     """40 tokens lie on three pages a sequence, the new one last: another value in any one of them changes the result."""
     source = shop()
     work = source.build(DECODE, 1, 1, 40, "decode")
-    before = work.run(0).clone()
+    stream = source.residuals[DECODE, "decode"][0].clone()
+
+    def again():
+        source.residuals[DECODE, "decode"][0].copy_(stream)
+        return work.run(0).clone()
+
+    before = again()
     cache = source._caches["v", "decode", 0]
     for page in range(3):
         kept = cache.clone()
         cache.view(3, -1)[page] += 1.0
-        assert not torch.equal(work.run(0), before)
+        assert not torch.equal(again(), before)
         cache.copy_(kept)
-    assert torch.equal(work.run(0), before)
+    assert torch.equal(again(), before)
 
 
 def test_other_operations_are_the_references():

@@ -1,0 +1,191 @@
+"""All of ``make gpu`` in one call: each part of the measurement in a process of its own, one after the other, within one budget.
+
+    corun   proof, co-run matrix, controls, checks, SM axis         until half of the budget
+    own     the project's own kernels, more sizes (resumes)         until :data:`SHARES` of it
+    engine  step times and real runs (``bullet-run validate``)      the rest
+
+A part that crashes, hangs, or loses the CUDA context ends only its process: rows are on disk as they were taken, the part goes on
+in a fresh process without the point that was lost, and the next part comes after it. All lies under ``out``, in at most eight
+files: the engine's folder is one archive there, written anew while the engine runs, so that a command that is cut has what was
+there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bullet.errors import ConfigError, ResultsError
+from bullet.profiler import session
+from bullet.profiler.session import Target
+from bullet.signals import Say, silent
+
+SHARES = {"corun": 0.5, "own": 0.64, "engine": 1.0}
+"""When each part ends, of the budget."""
+CLOSING_S = 6.0
+"""Kept for the last archive and for what is printed."""
+LEAST_S = {"corun": 20.0, "own": 25.0, "engine": 60.0}
+"""A part that has less is left out."""
+ATTEMPTS = 4
+ARCHIVE_S = 5.0
+ENGINE = "engine.tar.gz"
+ENGINE_LOG = "engine.txt"
+MAX_ARCHIVE_BYTES = 14 << 20
+"""Larger files do not come back from where cards are lent: run folders then go without their traces and plots."""
+LEFT_OUT = (".png", "trace.json", "report.html")
+
+
+@dataclass
+class Outcome:
+    """``statuses``: exit status of every process, by part. ``lines``: what is printed last."""
+
+    statuses: dict[str, list[int]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """Of the measurement: that of its last process; the engine's failures cost nothing of it."""
+        codes = self.statuses.get("corun", [0]) + self.statuses.get("own", [])
+        return abs(codes[-1]) if codes[-1] else 0
+
+
+Run = Callable[[Sequence[str], float, Callable[[], None]], int]
+
+
+def run_process(command: Sequence[str], limit_s: float, tick: Callable[[], None], *, log: Path | None = None) -> int:
+    """Its exit status. After ``limit_s`` it is interrupted, as by Ctrl-C, and closes the device; 20 s later it is killed."""
+    with (log.open("ab") if log is not None else open(os.devnull, "rb")) as stream, subprocess.Popen(
+            list(command), stdout=stream if log is not None else None, stderr=stream if log is not None else None) as process:
+        deadline, killed = time.monotonic() + limit_s, False
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=ARCHIVE_S if log is not None else 1.0)
+                except subprocess.TimeoutExpired:
+                    tick()
+                if time.monotonic() > deadline + 20 and not killed:
+                    killed = True
+                    process.kill()
+                elif time.monotonic() > deadline and process.poll() is None and not killed:
+                    process.send_signal(signal.SIGINT)
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+
+
+def stages(target: Target, out: Path, *, budget_s: float, arguments: Sequence[str] = (), engine_arguments: Sequence[str] = (),
+           engine: bool = True, say: Say = silent, started_s: float | None = None, run: Run = run_process) -> Outcome:
+    """``arguments``: of ``bullet-profile sweep``, for every process of it. Raises where ``out`` cannot be written."""
+    if budget_s < LEAST_S["corun"] / SHARES["corun"]:
+        raise ConfigError(f"--budget-s {budget_s:g}: all parts need at least {LEAST_S['corun'] / SHARES['corun']:.0f} s")
+    started_s = time.monotonic() if started_s is None else started_s
+    session.claimed(out).release(undo=True)
+    outcome = Outcome()
+    engine = engine and target.device == "cuda"
+    last = "engine" if engine else "own"
+
+    def left_s(part: str) -> float:
+        share = 1.0 if part == last else SHARES[part]
+        return started_s + share * budget_s - (CLOSING_S if part == last else 0.0) - time.monotonic()
+
+    def sweep_part(part: str) -> None:
+        codes = outcome.statuses.setdefault(part, [])
+        for _ in range(ATTEMPTS):
+            seconds = left_s(part)
+            if seconds < LEAST_S[part]:
+                break
+            command = [sys.executable, "-m", "bullet.cli.profile", "sweep", "--part", part, "--budget-s", f"{seconds:.0f}",
+                       "--out", str(out), *arguments]
+            codes.append(run(command, seconds, lambda: None))
+            if codes[-1] in (130, 143):
+                raise KeyboardInterrupt
+            if codes[-1] in (0, 2):
+                break
+            say(f"part {part} ended with status {codes[-1]}: rows until there are kept; once more in a fresh process")
+
+    sweep_part("corun")
+    if outcome.statuses["corun"][-1:] != [2]:  # 2: something to repair, which the next process would find again
+        sweep_part("own")
+        if engine and left_s("engine") >= LEAST_S["engine"]:
+            _engine(out, left_s("engine"), engine_arguments, outcome, say, run)
+        elif engine:
+            say(f"no engine: {left_s('engine'):.0f} s are left, {LEAST_S['engine']:.0f} needed")
+    outcome.lines = _last_lines(out)
+    return outcome
+
+
+def _engine(out: Path, seconds: float, arguments: Sequence[str], outcome: Outcome, say: Say, run: Run) -> None:
+    work = Path(tempfile.mkdtemp(prefix="bullet-engine-"))
+    folder, log = work / "engine", work / ENGINE_LOG
+    command = [sys.executable, "-m", "bullet.cli.run", "validate", "--device", "cuda", "--budget-s", f"{seconds:.0f}", *arguments,
+               "--out", str(folder)]
+    archive = out / ENGINE
+    try:
+        def keep() -> None:
+            pack(work, archive)
+
+        code = run_process(command, seconds, keep, log=log) if run is run_process else run(command, seconds, keep)
+        outcome.statuses["engine"] = [code]
+        keep()
+        tail = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else []
+        say("\n".join([f"engine: exit status {code}; its folder and what it said: {archive}",
+                       *(f"  {line[:160]}" for line in tail)]))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def pack(folder: Path, archive: Path, limit_bytes: int = MAX_ARCHIVE_BYTES) -> None:
+    """All of ``folder`` into ``archive``, replaced as a whole; above the limit without what can be made again."""
+    beside = archive.with_suffix(".tmp")
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        for left_out in ((), LEFT_OUT):
+            with tarfile.open(beside, "w:gz", compresslevel=4) as tar:
+                for path in sorted(folder.rglob("*")):
+                    if path.is_file() and not path.is_symlink() and not path.name.endswith(left_out or ("\0",)):
+                        try:
+                            tar.add(path, arcname=str(path.relative_to(folder)), recursive=False)
+                        except FileNotFoundError:
+                            continue  # a part file that was merged meanwhile
+            if beside.stat().st_size <= limit_bytes:
+                break
+        beside.replace(archive)
+    except OSError as exc:
+        raise ResultsError(f"{archive}: cannot be written ({exc.strerror}); rows until here are kept") from None
+
+
+def _last_lines(out: Path) -> list[str]:
+    path = out / "summary.txt"
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def plan_lines(target: Target, *, budget_s: float, model: str | None = None, seed: int = 0, skip: Sequence[str] = (),
+               engine: bool = True) -> list[str]:
+    """The plan of all parts, by the data sheet of ``target.gpu``; needs no device."""
+    ends = {part: share * budget_s for part, share in SHARES.items()}
+    if not engine:
+        ends["own"] = budget_s
+    lines = []
+    began = 0.0
+    for part in ("corun", "own"):
+        lines.append(f"Part {part}, a process of its own from {began:.0f} s, until {ends[part]:.0f} s at the latest:")
+        lines += session.plan_lines(target, model=model, budget_s=ends[part] - began, seed=seed, skip=skip, parts=(part,),
+                                    began_s=began)[0 if part == "corun" else 1:]
+        began = ends[part]
+    if engine:
+        lines.append(f"Part engine, from {began:.0f} s: step times and real runs (bullet-run validate), done by "
+                     f"{budget_s - CLOSING_S:.0f} s; its folder as one archive by {budget_s:.0f} s")
+    return lines
