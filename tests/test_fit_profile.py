@@ -415,7 +415,8 @@ def test_what_a_command_would_not_look_at_is_refused(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(("gpu", "tp", "source"), [
     ("a100-80gb", 1, "fitted"), ("h100", 1, "fitted; rowwise: A100's"),
     ("rtx4090", 1, "fitted; rate and bandwidth against SMs: A100's"),
-    ("rtx4090", 2, "fitted; all_reduce, rate and bandwidth against SMs: A100's"), ("h200", 1, "analytic, h100's efficiencies")])
+    ("rtx4090", 2, "fitted; all_reduce, rate and bandwidth against SMs: A100's; all-reduce over PCIe 4.0 x16, 32 GB/s"),
+    ("h200", 1, "analytic, h100's efficiencies")])
 def test_a_fitted_device_says_what_it_has_of_another_gpu(gpu: str, tp: int, source: str) -> None:
     assert load_device(DeviceConfig(gpu=gpu, tensor_parallel=tp)).source == source
 
