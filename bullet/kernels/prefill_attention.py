@@ -150,12 +150,13 @@ def pipeline_stages(capability: int, dtype: torch.dtype, head_dim: int, tile_row
     """Deep where two buffers of keys and values fit beside the queries; on sm_90 the products read queries and weights from
     shared memory too. A tile of 128 rows has an SM to itself by its registers, whatever the buffers."""
     keys, dim = tile_sizes(dtype, head_dim, tile_rows)[1], power_of_two(head_dim)
-    queries = tile_rows * dim * dtype.itemsize * (2 if capability >= 90 else 1)
-    needed = 2 * 2 * keys * dim * dtype.itemsize + queries + SMALL_BUFFERS_BYTES
+    queries = tile_rows * dim * (2 if capability >= 90 else 1)
+    weights = tile_rows * keys if tile_rows < TILE[0] else 0  # the tallest tile's stay in registers
+    needed = (2 * 2 * keys * dim + queries + weights) * dtype.itemsize + SMALL_BUFFERS_BYTES
     return DEEP_STAGES if needed <= shared_limit(capability) else SHALLOW_STAGES
 
 
-SMALL_BUFFERS_BYTES = 3 << 10
+SMALL_BUFFERS_BYTES = 1 << 10
 
 
 def plan(new_tokens: Sequence[int], past_tokens: Sequence[int], tile_rows: int, device: torch.device) -> Plan:

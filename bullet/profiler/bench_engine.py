@@ -72,7 +72,7 @@ class EngineWorkloads(reference.Workloads):
 
         def on(num_sms: int) -> reference.Workload:
             def run(i: int) -> torch.Tensor:
-                # The residual stream is added to in place and grows with every repetition, by a layer's output each time: it ends
+                # The residual stream is added to in place and grows with every repetition, by a layer's input and output: it ends
                 # where bfloat16 no longer tells the sum, some hundred outputs high. A copy would be no kernel but a memcpy node.
                 return model.layers(rows, inputs[i], residuals[i], caches, i, i + 1, num_sms)[0]
 

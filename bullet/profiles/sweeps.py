@@ -94,7 +94,8 @@ def model_of(rows: Sequence[Row], asked: str | None, where: str) -> tuple[ModelS
 
 
 def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
-    """``asked``, else the engine where one of its kernels was measured alone on the whole device, else torch."""
+    """``asked``, else the engine where one of its kernels was measured alone on the whole device, else torch: then still with the
+    engine's layers where they were measured beside each other, since those are what a sweep's matrix is of."""
     if all(r["origin"] is not None for r in rows):
         if asked is not None:
             raise ProfileError(f"--implementation {asked}: a public table has one of its own; it is for a sweep's rows")
@@ -104,11 +105,11 @@ def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
     if asked == "engine" and not measured:
         raise ProfileError("--implementation engine: none of its kernels was measured alone on the whole device: sweep on a GPU "
                            "with triton, or take --implementation torch")
-    if (asked or ("engine" if measured else "torch")) == "torch":
-        return Chosen([r for r in rows if r["op"] not in ENGINE_OPS and r["corunner"] not in ENGINE_OPS], "torch")
     pairs = [r for r in rows if r["kind"] == "corun" and r["slowdown"] and r["split_prefill_sms"] and {
         r["op"], r["corunner"]} == {"engine_prefill_layer", "engine_decode_layer"}]
-    notes = []
+    if asked == "torch" or (not measured and len(pairs) < LEAST_CORUN):
+        return Chosen([r for r in rows if r["op"] not in ENGINE_OPS and r["corunner"] not in ENGINE_OPS], "torch")
+    notes = [] if measured else ["single operations: none of the engine's was measured alone on the whole device, torch's"]
     layers = {op for op in ENGINE_OPS if op.endswith("_layer")}
     own = measured | layers
     if len(pairs) < LEAST_CORUN:
@@ -116,7 +117,7 @@ def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
         notes.append(f"contention: {len(pairs)} co-run rows of the engine's layers, {LEAST_CORUN} needed: torch's layers")
     taken = {ENGINE_OPS[op]: op for op in sorted(own)}
     for op in ("norm", "rope", "act", "prefill_attention", "decode_attention"):
-        if op not in taken and any(r["op"] == op for r in rows):
+        if measured and op not in taken and any(r["op"] == op for r in rows):
             notes.append(f"{op}: no row of the engine's, torch's")
 
     def keep(row: Row) -> bool:
@@ -125,7 +126,7 @@ def of_implementation(rows: Sequence[Row], asked: str | None) -> Chosen:
 
     renamed = [{**r, "op": ENGINE_OPS.get(r["op"], r["op"]), "corunner": ENGINE_OPS.get(r["corunner"], r["corunner"])}
                for r in rows if keep(r)]
-    return Chosen(renamed, "engine", taken, tuple(notes))
+    return Chosen(renamed, "engine" if measured else "torch", taken, tuple(notes))
 
 
 def torchs_on_sms(table: Sequence[Row], own: dict[str, Any], fitted: kernels.Fit, flat: Mapping[str, float]

@@ -37,7 +37,7 @@ PIPELINES = [
     # only on a narrow lane.
     ("decode_attention_bf16_g4_d128_batch_64", {80: 5, 89: 3, 90: 5}, 72_192),
     ("decode_attention_bf16_g4_d128_batch_64_narrow", {80: 5, 89: 5, 90: 5}, 72_192),
-    ("prefill_attention_bf16_g4_d128_128_rows", {80: 5, 89: 5, 90: 5}, 98 << 10)]
+    ("prefill_attention_bf16_g4_d128_128_rows", {80: 5, 89: 5, 90: 5}, 98_816)]
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
@@ -60,7 +60,8 @@ def test_a_pipeline_is_as_deep_as_the_shared_memory_allows():
     assert [decode_stages(89, sms, bf16, 128) for sms in (20, 31, 32, 128)] == [5, 5, 3, 3]
     assert [decode_stages(cap, 132, bf16, 256) for cap in (80, 89, 90)] == [3, 3, 3]  # 128 KB of buffers: one block at most
     assert decode_stages(80, 20, bf16, 256) == 5  # which a narrow lane takes
-    assert [prefill_stages(cap, fp32, 256, 16) for cap in (80, 89, 90)] == [5, 2, 5]
+    assert [prefill_stages(cap, fp32, 256, 16) for cap in (80, 89, 90)] == [5, 5, 5]  # 81 KB
+    assert [prefill_stages(cap, bf16, 256, 64) for cap in (80, 89, 90)] == [5, 2, 5]  # 100 KB, 1 more than sm_89 has
     assert decode_stages(103, 132, bf16, 128) == decode_stages(100, 132, bf16, 128)  # an unlisted capability: the one below
 
 
