@@ -12,8 +12,8 @@ from bullet.gpu.splits import SplitRefusedError
 
 _ATTRIBUTE_NUM_SMS = 16
 _ATTRIBUTE_CC_MAJOR, _ATTRIBUTE_CC_MINOR = 75, 76
-MIN_DRIVER_VERSION = 12040
-"""First driver (CUDA 12.4, release 550) with green contexts."""
+MIN_DRIVER_VERSION = 12050
+"""First driver (CUDA 12.5, release 555) with streams of green contexts; the contexts themselves are a release older."""
 
 # Answers that concern this split alone; any other failure concerns the mechanism as a whole.
 _SPLIT_REFUSALS = {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION",
@@ -21,7 +21,7 @@ _SPLIT_REFUSALS = {"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_RESOURCE_CONF
 _ADVICE = {
     "CUDA_ERROR_NO_DEVICE": "no NVIDIA GPU is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES, "
                             "or use --device cpu or --device simulated",
-    "CUDA_ERROR_NOT_SUPPORTED": "this GPU or driver has no green contexts: driver 550 or newer is needed "
+    "CUDA_ERROR_NOT_SUPPORTED": "this GPU or driver has no green contexts: driver 555 or newer is needed "
                                 "(not under MIG or vGPU), or use --backend none",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's kernel module and library differ: reboot or reinstall the driver",
     "CUDA_ERROR_OUT_OF_MEMORY": "a context needs about 44 MB: free GPU memory or measure fewer splits (--splits)",
@@ -61,7 +61,7 @@ class Driver:
             if name in ("cuInit", "cuDriverGetVersion"):
                 raise PartitionError(f"no NVIDIA driver ({one_line(exc, 200)}): install one, or use --device cpu or "
                                      "--device simulated") from None
-            raise PartitionError(f"the driver has no {name} ({one_line(exc, 200)}): driver 550 (CUDA 12.4) or newer is "
+            raise PartitionError(f"the driver has no {name} ({one_line(exc, 200)}): driver 555 (CUDA 12.5) or newer is "
                                  "needed, or use --backend none") from None
         label = getattr(code, "name", str(code))
         if int(code) != 0:
@@ -82,7 +82,7 @@ class Driver:
         version = self.version()
         if version < MIN_DRIVER_VERSION:
             raise PartitionError(f"driver supports CUDA {version // 1000}.{version % 1000 // 10}: green contexts need "
-                                 "12.4 or newer (driver 550); update the driver, or use --backend none")
+                                 "12.5 or newer (driver 555); update the driver, or use --backend none")
 
     def device(self, ordinal: int) -> tuple[Any, int, tuple[int, int]]:
         """The device, its SMs and its compute capability."""

@@ -2,7 +2,7 @@
 
 ``progress.json``: ``now``, the point under way; ``cut``, points in which a process ended without a word, as by a time limit,
 which are tried once more; ``lost``, points in which the device was lost, or that were cut twice; ``tiers``, points measured and
-planned. Rows are in the journal; this says what not to try again, and what is whole.
+planned, of every part so far. Rows are in the journal; this says what not to try again, and what is whole.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Progress:
             try:
                 found: Any = json.loads(path.read_text(encoding="utf-8"))
                 self.lost, self.cut = ([str(key) for key in found[name]] for name in ("lost", "cut"))
+                self.tiers = {str(tier): (int(done), int(planned)) for tier, (done, planned) in found["tiers"].items()}
                 if (now := found["now"]) is not None:
                     (self.lost if now in self.cut else self.cut).append(str(now))
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 pass  # it was cut while it was written: nothing is known, and nothing is left out
 
     def begin(self, point: Point) -> None:
@@ -48,7 +49,7 @@ class Progress:
         was lost."""
         if lost and self.now is not None:
             self.lost.append(self.now)
-        self.now, self.tiers = None, dict(tiers)
+        self.now, self.tiers = None, {**self.tiers, **tiers}
         if lost:
             self._write()
 

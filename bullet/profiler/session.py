@@ -334,7 +334,7 @@ def _sweep(target: Target, out: Path, spec: ModelSpec, budget_s: float | None, s
             with held():  # rows are there: their table is made however the sweep ended
                 evidence = bench.graphs.evidence.lines() if target.device == "cuda" else []  # type: ignore[attr-defined]
                 lost = [f"left out, since the device was lost there: {', '.join(progress.lost[:5])}"] * bool(progress.lost)
-                said = [tier_line(result.tiers), *lost, *report.lines(), *evidence]
+                said = [tier_line(progress.tiers), *lost, *report.lines(), *evidence]
                 result.lines = summary.closing(out, finalise(journal.rows), result, bench.gpu, bench.source, said)
                 summary.write_lines(out / "summary.txt", result.lines)
         say("\n" + "\n".join(result.lines))

@@ -33,7 +33,7 @@ Result cuDevSmResourceSplitByCount(Resource *groups, unsigned *count, const Reso
                                    unsigned least) {
     unsigned step = flags & 1 ? 2 : 8, sms = (least + step - 1) / step * step;
     NOTE("split groups=%u of=%u flags=%u least=%u", *count, in->sm.sms, flags, least);
-    if (sms >= in->sm.sms) return 914; /* CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION */
+    if (sms >= in->sm.sms) return 915; /* CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION */
     fill(&groups[0], 1, sms);
     fill(rest, 1, in->sm.sms - sms);
     *count = 1;

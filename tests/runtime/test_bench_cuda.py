@@ -377,7 +377,7 @@ def gpu(monkeypatch, planned_points_only):
             opened.append((bench, stub))
             return bench, [], {"busy": False}
         if gpu_options.pop("old_driver", False):
-            raise PartitionError("driver supports CUDA 12.2: green contexts need 12.4 or newer (driver 550)")
+            raise PartitionError("driver supports CUDA 12.2: green contexts need 12.5 or newer (driver 555)")
         rule = granularity((9, 0))
         core_splits = list(asked) or list(choose_splits(132, rule, core))
         every = list(dict.fromkeys([*core_splits, *choose_splits(132, rule, extra)]))

@@ -180,7 +180,7 @@ def test_too_little_memory_for_a_layer(machine, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("stub", "reason"), [
-    ({"version": 12020}, "driver supports CUDA 12.2: green contexts need 12.4 or newer (driver 550)"),
+    ({"version": 12020}, "driver supports CUDA 12.2: green contexts need 12.5 or newer (driver 555)"),
     ({"missing": frozenset({"cuDevSmResourceSplitByCount"})}, "the driver has no cuDevSmResourceSplitByCount"),
     ({"absent": frozenset({"CUdevResourceType"})}, "this cuda-bindings has no CUdevResourceType"),
     ({"fail": {"cuDeviceGetDevResource": (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)}}, "this GPU or driver has no green contexts")])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -12,11 +15,14 @@ import pytest
 from bullet.cli import measure as profile_cli
 from bullet.errors import ConfigError
 from bullet.profiler import stages
+from bullet.profiler.evidence import read_evidence
 from bullet.profiler.plan import Point
 from bullet.profiler.progress import Progress, tier_line
 from bullet.profiler.session import Target
 from bullet.profiler.shapes import decode, prefill
+from bullet.profiles.journal import read_journal
 
+HERE = Path(__file__).resolve().parent
 A, B = prefill("engine_prefill_layer", 512), decode("engine_decode_layer", 8, 1024)
 
 
@@ -78,8 +84,6 @@ def test_an_archive_is_whole_at_any_time_and_leaves_out_what_can_be_made_again(t
 
 
 def test_a_process_is_interrupted_at_its_limit_and_its_words_are_kept(tmp_path):
-    import sys
-
     code = "import time\nprint('begun', flush=True)\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(7)"
     ticks: list[int] = []
     status = stages.run_process([sys.executable, "-c", code], 2.0, lambda: ticks.append(1), log=tmp_path / "log")
@@ -151,3 +155,37 @@ def test_engine_archive_is_kept_when_the_command_is_cut(tmp_path, monkeypatch):
         stages._engine(tmp_path, 100.0, [], stages.Outcome(), lambda line: None, cut)
     with tarfile.open(tmp_path / "engine.tar.gz") as tar:
         assert tar.getnames() == ["engine/steps.json"]
+
+
+def test_all_parts_on_a_faked_card_of_which_one_loses_the_device(tmp_path):
+    """Real processes, one after the other, each with a faked card of its own; the 600th launch is a sticky fault. The part goes
+    on in a fresh process without the point in which that was, the next part resumes, and every row is there once."""
+    pytest.importorskip("torch")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "on_fakes.py"} "$@"\n')
+    python.chmod(0o755)
+    out, root = tmp_path / "out", HERE.parents[1]
+    environment = {**os.environ, "FAKES_PYTHON": str(python), "FAKES_FAIL_AT": "600", "FAKES_LOST": str(tmp_path / "lost"),
+                   "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
+    done = subprocess.run([str(python), "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
+                           "240", "--out", str(out)], cwd=root, env=environment, capture_output=True, text=True, timeout=300,
+                          check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the GPU answers no more" in done.stderr
+    assert "part corun ended with status 3: rows until there are kept; once more in a fresh process" in done.stdout
+    progress = json.loads((out / "progress.json").read_text())
+    (lost,) = progress["lost"]
+    assert (progress["now"], progress["cut"]) == (None, [])
+    _, rows, _ = read_journal(out / "samples.jsonl")
+    assert len({r["id"] for r in rows}) == len(rows)
+    assert {r["run"] for r in rows} == {0, 1, 2}
+    assert {r["tier"] for r in rows if r["run"] == 2} >= {"own kernels"}
+    assert not {r["tier"] for r in rows if r["run"] < 2} & {"own kernels"}
+    assert all(f"|{lost}|" not in r["id"] for r in rows)
+    summary = (out / "summary.txt").read_text()
+    assert f"left out, since the device was lost there: {lost}" in summary
+    assert "whole: co-run matrix, controls, checks, SM axis, own kernels" in summary
+    assert "Where kernels ran: " in summary
+    assert read_evidence(out / "graphs.jsonl.gz")
+    assert sorted(p.name for p in out.rglob("*")) == ["check.json", "graphs.jsonl.gz", "plan.txt", "progress.json",
+                                                      "samples.jsonl", "samples.parquet", "summary.txt"]
