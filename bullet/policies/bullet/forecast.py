@@ -98,17 +98,20 @@ class PoppedBatch:
 class StepForecast:
     """The next decode step's seconds under each split: one at a time, or all at once."""
 
-    __slots__ = ("at", "estimator", "state")
+    __slots__ = ("at", "estimator", "row", "state")
 
     def __init__(self, estimator: Estimator, state: tuple[int, int, int]) -> None:
         self.estimator = estimator
         self.state = state  # sequences, context tokens, tokens of the prefill beside
         #: Seconds under one split, by its index.
         self.at = estimator.decode_line(*state)
+        self.row: NDArray[np.float64] | None = None  # within one decision, which may ask twice
 
     def all(self) -> NDArray[np.float64]:
         """Seconds under all splits."""
-        return self.estimator.decode_seconds(*self.state)
+        if self.row is None:
+            self.row = self.estimator.decode_seconds(*self.state)
+        return self.row
 
     def first_within(self, limit_s: float, first: int, last: int) -> int | None:
         """The first split of ``first .. last`` whose step takes at most ``limit_s``: mostly one of the first few."""
@@ -149,6 +152,8 @@ class Tpot:
         last, asked = self._last, (seqs, context, prefill_tokens)
         if last is None or last.state != asked:
             last = self._last = StepForecast(self.estimator, asked)
+        else:
+            last.row = None  # what was observed since may have changed it
         return last
 
     def limit(self, state: SystemState, now_s: float) -> float:

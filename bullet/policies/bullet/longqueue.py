@@ -57,7 +57,7 @@ class LongQueue:
         self.version, self.now_s, self.regular = 0, -math.inf, True
         self._late_at: list[tuple[float, int, Request]] = []
         self._overdue_at: list[tuple[float, int, Request]] = []
-        self._filed = 0
+        self._filed = self._longest = 0
 
     # ---- following the queue ---------------------------------------------------------------------
 
@@ -89,10 +89,14 @@ class LongQueue:
         self.version = queue.version
         return self.regular
 
-    def longest_tokens(self, queue: WaitingQueue) -> int | None:
-        """Of the longest known prompt; ``None`` if this queue is not followed."""
+    def longest_seen(self, queue: WaitingQueue) -> int | None:
+        """Tokens that no request exceeds; ``None`` if this queue is not followed."""
         if self.queue is not queue or not self.regular or not self._catch_up(queue):
             return None
+        return self._longest
+
+    def longest_tokens(self, queue: WaitingQueue) -> int:
+        """Tokens of the longest; after :meth:`longest_seen` said that it is followed."""
         longest = max((r.known_tokens for r in self._front(queue)), default=0)
         for section in self.sections():
             if section.blocks:
@@ -121,6 +125,7 @@ class LongQueue:
         self.regular = all(r.first_token_s is None and 0 < r.ttft_slo_s < math.inf for r in rest)
         if not self.regular:
             return
+        self._longest = max(queue.known_tokens)
         entries: dict[Section, list[tuple[Key, Request]]] = {self.timely: [], self.late: [], self.overdue: []}
         for request in rest:
             section = self._section(request, now_s)
@@ -177,6 +182,7 @@ class LongQueue:
             due.append(entry)
 
     def _follow(self, request: Request, how: int) -> None:
+        self._longest = max(self._longest, request.known_tokens)
         if how == 1:
             if request.first_token_s is not None or not 0 < request.ttft_slo_s < math.inf:
                 self.regular = False
@@ -305,7 +311,7 @@ class LongRanked:
         self._inside = {request.id for request in head}
         self._blocks: list[Block] | None = None
         self._turns: dict[int, tuple[Floats, Floats, float]] = {}
-        self._least: dict[int, tuple[float, float, int, float]] = {}  # see reaches
+        self._least: dict[int, tuple[float, float, float, float]] = {}  # see _at_least
         self._exact: Written | None = None
 
     def __iter__(self) -> Iterator[Request]:
@@ -341,6 +347,10 @@ class LongRanked:
                     blocks.append(block)
             self._blocks, self._places, self._offset = blocks, places, 1 if rest else 0
             pad = self._offset
+            alone = [section for section in self.sections if section.blocks]
+            if len(alone) == 1 and not rest:  # late ones alone: as deep overload has it
+                self.sections, self._extremes, self._counts = (alone[0],), alone[0].extremes, alone[0].counts
+                return blocks
             self._extremes = np.concatenate([np.zeros((2, 4, pad)), *(s.extremes for s in self.sections)], axis=2)
             self._counts = np.concatenate([np.zeros(pad), *(s.counts for s in self.sections)])
             for b, block in places.items():
@@ -355,7 +365,10 @@ class LongRanked:
             return self._turns[index]
         front_rows = [self.own.row_for(r.known_tokens) for r in self.front]
         table = self.own.table
-        sums = np.concatenate([np.zeros(self._offset), *(s.sums(index) for s in self.sections)])
+        if len(self.sections) == 1 and not self._offset:
+            sums = self.sections[0].sums(index)
+        else:
+            sums = np.concatenate([np.zeros(self._offset), *(s.sums(index) for s in self.sections)])
         for b, block in self._places.items():
             sums[b] = table[block.rows, index].sum()
         first_s = float(table[front_rows, index].sum()) if front_rows else 0.0
@@ -396,14 +409,32 @@ class LongRanked:
         margin_s = found - now_s
         return self.exact().margin(index, now_s) if abs(margin_s) <= 2 * error else margin_s
 
+    def _at_least(self, here_s: float, now_s: float, correction: float, others: int) -> float:
+        """A bound under P90 of TTFT / SLO, on whichever split: in deep overload it answers all that is asked of this order.
+
+        From the bound with each prompt on its fastest split: a ratio falls by no more than the correction's share, and by what
+        the service begins earlier.
+        """
+        if others not in self._least:
+            self._prepare()
+            starts, _, error = self._starts(-1)
+            (_, _, least, _), (_, last, most, _) = self._extremes
+            if not len(starts) or now_s < last.max():
+                return -math.inf
+            low = (here_s + starts * correction - last - error * correction - 8 * ULP * abs(here_s)) / most
+            n = self.counted + others
+            k = n - n // 10 - 1 - others  # as if all the others were less
+            bound = _bound(self._counts, low, k) if k >= 0 else -math.inf
+            self._least[others] = here_s, correction, bound, float(least.min())
+        since_s, then, bound, shortest_s = self._least[others]
+        bound *= min(1.0, correction / then) if bound > 0 else 1.0
+        return (bound - max(0.0, since_s - here_s) / shortest_s) * (1 - 1e-9)
+
     def reaches(self, ratio: float, index: int, now_s: float, ahead_s: float, others: Sequence[float] = ()) -> bool:
         """Whether P90 of TTFT / SLO over Q, served after ``ahead_s`` seconds, and ``others`` is ``ratio`` or more."""
         here_s = now_s + ahead_s
         correction = self.own.estimator.prefill_correction(index)
-        # Time alone makes each ratio larger, and a correction changes it by no more than its own share: in deep overload what
-        # was found once answers for all the launches of P.
-        since_s, then, count, least_ratio = self._least.get(index, (math.inf, 1.0, -1, 0.0))
-        if here_s >= since_s and count == len(others) and ratio < least_ratio * min(1.0, correction / then) * (1 - 1e-9):
+        if ratio < self._at_least(here_s, now_s, correction, len(others)):
             return True
         blocks = self._prepare()
         starts, ends, error = self._starts(index)
@@ -428,9 +459,6 @@ class LongRanked:
             low, high = np.concatenate((low, others)), np.concatenate((high, others))
         found = _statistic(counts, low, high, n - n // 10 - 1, within, ratio)
         if math.isinf(found):
-            if found > 0 and now_s >= float(last.max()):
-                low[len(low) - len(others) :] = -math.inf
-                self._least[index] = here_s, correction, len(others), _bound(counts, low, n - n // 10 - 1)
             return found > 0
         shortest = least[self._counts > 0]
         error = 2 * error / float(shortest.min()) if len(shortest) else 0.0

@@ -83,8 +83,8 @@ class ServiceOrder:
         self._ranked: Ranked | LongRanked | None = None  # Q as last sorted
         self._largest: tuple[int, int] | None = None  # queue version, blocks of the longest prompt
         self._alone_s: list[dict[int, float]] = [{} for _ in range(self.full + 1)]  # on a split, by prompt length
-        #: Uncorrected seconds of a prompt alone over all splits, a row for each length that :meth:`arrays` met.
-        self.table = np.empty((256, self.full + 1))
+        #: Uncorrected seconds of a prompt alone over all splits, a row for each length met; last, the least of them.
+        self.table = np.empty((256, self.full + 2))
         self._row_of: dict[int, int] = {}  # prompt length -> row
         self.long, self.long_from = LongQueue(self), LONG
 
@@ -206,7 +206,10 @@ class ServiceOrder:
         """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
         queue, kv = state.queue, state.kv
         if self._largest is None or self._largest[0] != queue.version:
-            longest = self.long.longest_tokens(queue) or max(queue.known_tokens)
+            seen = self.long.longest_seen(queue)
+            if seen is not None and kv.free_blocks > kv.blocks_for(seen) * (1 + len(popped)) + state.decode_seqs * kv.block_units:
+                return False
+            longest = max(queue.known_tokens) if seen is None else self.long.longest_tokens(queue)
             self._largest = (queue.version, kv.blocks_for(longest))
         if kv.free_blocks > self._largest[1] * (1 + len(popped)) + state.decode_seqs * kv.block_units:
             return False  # whichever is the head, it fits
@@ -259,5 +262,6 @@ class ServiceOrder:
             row = self._row_of[length] = len(self._row_of)
             if row == len(self.table):
                 self.table = np.concatenate((self.table, np.empty_like(self.table)))
-            self.table[row] = self.estimator.prefill_base(length)
+            self.table[row, :-1] = base = self.estimator.prefill_base(length)
+            self.table[row, -1] = base.min()
         return row

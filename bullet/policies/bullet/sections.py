@@ -95,7 +95,7 @@ class Section:
         self.lasts = [block.keys[-1] for block in blocks]
         self.extremes = np.empty((2, 4, len(blocks)))
         self.counts = np.empty(len(blocks))
-        self._sums = np.full((self.own.full + 1, len(blocks)), math.nan)
+        self._sums = np.full((self.own.table.shape[1], len(blocks)), math.nan)
         for b in range(len(blocks)):
             self._changed(b)
 
@@ -121,7 +121,7 @@ class Section:
         self._sums[:, b] = math.nan
 
     def sums(self, index: int) -> Floats:
-        """Uncorrected seconds of each block under one split."""
+        """Uncorrected seconds of each block under one split; -1: the least of them, request by request."""
         sums: Floats = self._sums[index]
         for b in np.flatnonzero(np.isnan(sums)):
             sums[b] = self.own.table[self.blocks[b].rows, index].sum()
