@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bullet.policies.bullet.sections import DEADLINE, TOKENS, Block, Floats, Key, Owner, Section, Written
+from bullet.policies.bullet.sections import DEADLINE, Block, Floats, Key, Owner, Section, Written
 from bullet.state import Request, WaitingQueue
 
 LONG = 512
@@ -98,10 +98,7 @@ class LongQueue:
     def longest_tokens(self, queue: WaitingQueue) -> int:
         """Tokens of the longest; after :meth:`longest_seen` said that it is followed."""
         longest = max((r.known_tokens for r in self._front(queue)), default=0)
-        for section in self.sections():
-            if section.blocks:
-                longest = max(longest, int(section.extremes[1, TOKENS].max()))
-        return longest
+        return max(longest, *(section.longest_tokens() for section in self.sections()))
 
     def sections(self) -> tuple[Section, ...]:
         """In order of service."""
@@ -336,6 +333,11 @@ class LongRanked:
         """Blocks in order of service; those that lost requests to the head are made anew, and noted."""
         if self._blocks is None:
             rest = self.head[len(self.front) :]
+            alone = [section for section in self.sections if section.blocks]
+            if len(alone) == 1 and not rest:  # late ones alone: as deep overload has it
+                self.sections, self._extremes, self._counts = (alone[0],), alone[0].extremes, alone[0].counts
+                self._blocks, self._places, self._offset = alone[0].blocks, {}, 0
+                return self._blocks
             blocks = [self.sections[0].make([], rest)] if rest else []
             places = {0: blocks[0]} if rest else {}
             held = [(*self.kept.where[r.id], r) for r in rest]
@@ -347,10 +349,6 @@ class LongRanked:
                     blocks.append(block)
             self._blocks, self._places, self._offset = blocks, places, 1 if rest else 0
             pad = self._offset
-            alone = [section for section in self.sections if section.blocks]
-            if len(alone) == 1 and not rest:  # late ones alone: as deep overload has it
-                self.sections, self._extremes, self._counts = (alone[0],), alone[0].extremes, alone[0].counts
-                return blocks
             self._extremes = np.concatenate([np.zeros((2, 4, pad)), *(s.extremes for s in self.sections)], axis=2)
             self._counts = np.concatenate([np.zeros(pad), *(s.counts for s in self.sections)])
             for b, block in places.items():

@@ -95,6 +95,7 @@ class Section:
         self.lasts = [block.keys[-1] for block in blocks]
         self.extremes = np.empty((2, 4, len(blocks)))
         self.counts = np.empty(len(blocks))
+        self._loose = np.zeros(len(blocks), dtype=bool)  # of what has left since: extremes that hold, and may be narrower
         self._sums = np.full((self.own.table.shape[1], len(blocks)), math.nan)
         for b in range(len(blocks)):
             self._changed(b)
@@ -114,11 +115,22 @@ class Section:
         self._hold([Block(keys[i : i + BLOCK], requests[i : i + BLOCK], columns[:, i : i + BLOCK], rows[i : i + BLOCK])
                     for i in range(0, len(keys), BLOCK)])
 
-    def _changed(self, b: int) -> None:
+    def _changed(self, b: int, loose: bool = False) -> None:
         block = self.blocks[b]
-        self.extremes[:, :, b] = block.extremes()
+        if not loose:
+            self.extremes[:, :, b] = block.extremes()
+        self._loose[b] = loose
         self.counts[b] = len(block.keys)
         self._sums[:, b] = math.nan
+
+    def longest_tokens(self) -> int:
+        """Of the longest prompt; 0 if there is none."""
+        if not self.blocks:
+            return 0
+        for b in np.flatnonzero(self._loose):
+            self.extremes[:, :, b] = self.blocks[b].extremes()
+        self._loose[:] = False
+        return int(self.extremes[1, TOKENS].max())
 
     def sums(self, index: int) -> Floats:
         """Uncorrected seconds of each block under one split; -1: the least of them, request by request."""
@@ -151,6 +163,7 @@ class Section:
             self.lasts[b : b + 1] = left.keys[-1], right.keys[-1]
             self.extremes = np.insert(self.extremes, b, 0.0, axis=2)
             self.counts, self._sums = np.insert(self.counts, b, 0.0), np.insert(self._sums, b, math.nan, axis=1)
+            self._loose = np.insert(self._loose, b, False)
             self._changed(b + 1)
         else:
             self.lasts[b] = block.keys[-1]
@@ -166,7 +179,7 @@ class Section:
         if not block.keys:
             del self.blocks[b], self.lasts[b]
             self.extremes, self.counts = np.delete(self.extremes, b, axis=2), np.delete(self.counts, b)
-            self._sums = np.delete(self._sums, b, axis=1)
+            self._sums, self._loose = np.delete(self._sums, b, axis=1), np.delete(self._loose, b)
             return
         if at == 0:
             block.columns, block.rows = block.columns[:, 1:], block.rows[1:]
@@ -174,4 +187,4 @@ class Section:
             block.columns = np.concatenate((block.columns[:, :at], block.columns[:, at + 1 :]), axis=1)
             block.rows = np.concatenate((block.rows[:at], block.rows[at + 1 :]))
         self.lasts[b] = block.keys[-1]
-        self._changed(b)
+        self._changed(b, loose=True)
