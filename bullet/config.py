@@ -31,6 +31,7 @@ KV_BLOCK_TOKENS = 16
 TRACE_FORMATS = ("auto", "csv", "jsonl", "parquet", "azure", "bailian", "mooncake", "burstgpt", "splitwise", "blis", "vidur",
                  "llmservingsim", "run", "sharegpt", "bench")
 """Names of bullet/workload/formats, and files with a row a request under any names."""
+_DEFAULT_RATE = 5.0
 _TIME = r"[0-9]+(\.[0-9]+)?(ns|us|ms|s|min|h)"
 
 
@@ -51,12 +52,17 @@ class WorkloadConfig:
     the unit of its times (``None``: as the file states it, and asked about where it states none), the ``window`` of it that is
     used (bullet/workload/cuts.py: rows ``151:300`` or times ``10min:20min``), whether failed requests are left out (``None``: a
     file that has any is refused), and the ``tokenizer`` that counts where it holds text. ``warmup``: the start of the run that
-    its statistics leave out, requests (``100``) or time (``30s``).
+    its statistics leave out, requests (``100``) or time (``30s``). ``max_prompt_tokens``: rows with a longer prompt are left out
+    of each trace, and counted.
+
+    Rates that change (bullet/workload/schedule.py): ``trace`` may name phases in turns, ``azure-code@5/60s,sharegpt@14/60s``, or
+    ``rate_profile`` what the rate does over time, ``sine:4.8:19:360s``. Both state their rates, so that ``rate_req_per_s`` is
+    ``None``; ``rate_scale`` multiplies them all.
     """
 
     trace: str = "azure-code"
     arrivals: str = "poisson"
-    rate_req_per_s: float | None = 5.0
+    rate_req_per_s: float | None = _DEFAULT_RATE
     time_scale: float = 1.0
     cv: float = 1.0
     num_requests: int | None = 1000
@@ -73,6 +79,9 @@ class WorkloadConfig:
     concurrency: int | None = None
     think_time_s: float = 0.0
     think: str = "exponential"
+    max_prompt_tokens: int | None = None
+    rate_profile: str | None = None
+    rate_scale: float = 1.0
 
     def __post_init__(self) -> None:
         require(self.arrivals in ("recorded", "poisson", "constant", "gamma", "closed"), "workload.arrivals", self.arrivals,
@@ -87,7 +96,14 @@ class WorkloadConfig:
                     f"0 with {self.arrivals} arrivals: clients think in a closed loop (--concurrency N)")
         require(0 <= self.think_time_s <= 1e6, "workload.think_time_s (--think-time)", self.think_time_s, "0 to 10^6 s")
         require(self.think in ("exponential", "constant"), "workload.think (--think)", self.think, "exponential or constant")
-        if self.arrivals not in ("recorded", "closed"):
+        scheduled = self.rate_profile is not None or is_phased(self.trace)
+        if scheduled:
+            self._check_schedule()
+        require(self.rate_scale == 1 or scheduled, "workload.rate_scale (--rate-scale)", self.rate_scale,
+                "1 where no phases (--trace A@RATE/TIME,..) and no --rate-profile state the rates: use --rate")
+        require(self.max_prompt_tokens is None or self.max_prompt_tokens > 0, "workload.max_prompt_tokens (--max-prompt)",
+                self.max_prompt_tokens, "a positive number of tokens")
+        if self.arrivals not in ("recorded", "closed") and not scheduled:
             require(self.rate_req_per_s is not None and math.isfinite(self.rate_req_per_s)
                     and self.rate_req_per_s > 0, "workload.rate_req_per_s (--rate)", self.rate_req_per_s,
                     "a positive number of requests per second")
@@ -104,6 +120,29 @@ class WorkloadConfig:
                 self.window, "FROM:TO, rows (151:300) or times with their unit (10min:20min)")
         require(self.warmup is None or re.fullmatch(rf"[0-9]+|{_TIME}", self.warmup) is not None, "workload.warmup (--warmup)",
                 self.warmup, "a number of requests (100) or a time with its unit (30s)")
+
+    def _check_schedule(self) -> None:
+        """What does not go with rates that change; and they have no one rate."""
+        what = "phases (--trace)" if self.rate_profile is None else "workload.rate_profile (--rate-profile)"
+        require(self.arrivals not in ("recorded", "closed"), "workload.arrivals", self.arrivals,
+                f"poisson, constant or gamma with {what}, which state rates")
+        require(self.rate_profile is None or not is_phased(self.trace), "workload.rate_profile (--rate-profile)",
+                self.rate_profile, "none with phases (--trace), which state their rates")
+        require(self.rate_req_per_s in (None, _DEFAULT_RATE), "workload.rate_req_per_s (--rate)", self.rate_req_per_s,
+                f"none with {what}: use workload.rate_scale (--rate-scale), which multiplies all rates")
+        object.__setattr__(self, "rate_req_per_s", None)  # the default for traces that state none
+        require(1e-6 <= self.rate_scale <= 1e6, "workload.rate_scale (--rate-scale)", self.rate_scale, "1e-6 to 1e6")
+
+
+def is_phased(trace: str) -> bool:
+    """Whether a trace's name is a row of phases, ``TRACE@RATE/TIME,..``: something follows an ``@`` as numbers would."""
+    return "@" in trace and any(re.fullmatch(r".*@[0-9.+-]*(/[0-9.+-]*[a-zA-Z]*)?\s*", part) for part in trace.split(","))
+
+
+def trace_name(trace: str) -> str:
+    """Short, as for a heading or a folder: the last part of a path; of phases, the traces that take turns."""
+    parts = [part.rpartition("@")[0] for part in trace.split(",")] if is_phased(trace) else [trace]
+    return "+".join(dict.fromkeys(Path(part.strip()).name for part in parts))
 
 
 # Table 4: normalised TTFT per prompt token, TPOT. Traces not in the table take ShareGPT's TPOT and the looser TTFT.

@@ -88,7 +88,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say which requests come when, and what is asked of them; `bullet-run` has the same."""
     common = group_of(parser, COMMON)
     common.add_argument("--trace", help="azure-code (default), azure-conv, sharegpt, arxiv, or a file: CSV, JSONL, Parquet; .gz, "
-                        ".zst, .xz, .bz2")
+                        ".zst, .xz, .bz2; or phases in turns: azure-code@5/60s,sharegpt@14/60s")
     common.add_argument("--arrivals", choices=("recorded", "poisson", "constant", "gamma", "closed"), help="default: poisson")
     common.add_argument("--rate", type=number, metavar="REQ/S", help="arrival rate (default 5); not with recorded arrivals")
     common.add_argument("--concurrency", type=whole, metavar="N", help="a closed loop instead: N clients, each sends its next "
@@ -98,6 +98,11 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
                         "paper's Table 4)")
     common.add_argument("--tpot", type=seconds, metavar="TIME", help="objective: time per output token, as 30ms")
     more = group_of(parser, "arrivals and objectives")
+    more.add_argument("--workload", metavar="NAME", help="a named workload in which sharing is hard (bullet-sim list): "
+                      "trace, rates, arrivals, cap")
+    more.add_argument("--rate-profile", metavar="PROFILE", help="a rate that changes: sine:LOW:HIGH:PERIOD (sine:4.8:19:360s) or "
+                      "steps:RATE/TIME,..")
+    more.add_argument("--rate-scale", type=number, metavar="X", help="all rates of phases or of a profile, X times")
     more.add_argument("--time-scale", type=number, metavar="X", help="recorded arrivals X times as fast")
     more.add_argument("--cv", type=number, metavar="CV", help="coefficient of variation of gamma arrivals")
     more.add_argument("--think-time", type=seconds, metavar="TIME", help="how long clients think before each request (0s)")
@@ -115,6 +120,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--format", metavar="NAME", help="of a trace file: auto (default), csv, jsonl, parquet, azure, mooncake, "
                        "bailian, burstgpt, splitwise, blis, vidur, llmservingsim, run, sharegpt, bench")
     group.add_argument("--window", metavar="FROM:TO", help="part of the trace: rows (151:300) or times (10min:20min)")
+    group.add_argument("--max-prompt", type=whole, metavar="N", help="leave longer prompts of the trace out, and count them")
     group.add_argument("--skip-failed", action="store_const", const=True, help="leave failed requests of a trace out, and count "
                        "them")
     group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json that counts ShareGPT's texts")
@@ -123,7 +129,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "workload.rate_req_per_s",
          "time_scale": "workload.time_scale", "cv": "workload.cv", "num_requests": "workload.num_requests",
          "format": "workload.format", "window": "workload.window", "warmup": "workload.warmup",
-         "skip_failed": "workload.skip_failed", "tokenizer": "workload.tokenizer", "concurrency": "workload.concurrency",
+         "skip_failed": "workload.skip_failed", "max_prompt": "workload.max_prompt_tokens",
+         "rate_profile": "workload.rate_profile", "rate_scale": "workload.rate_scale", "tokenizer": "workload.tokenizer",
+         "concurrency": "workload.concurrency",
          "think_time": "workload.think_time_s", "think": "workload.think", "ttft": "slo.ttft_s", "tpot": "slo.tpot_s",
          "ttft_per_token": "slo.ttft_s_per_token",
          "model": "device.model", "gpu": "device.gpu", "kv_dtype": "device.kv_dtype", "max_model_len": "device.max_model_len",
@@ -139,6 +147,14 @@ def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None
     from bullet.policies import check_trusted
 
     said: dict[str, Any] = {}
+    if getattr(args, "workload", None) is not None:
+        from bullet.workload.named import named
+
+        said |= named(args.workload)
+        for flag in ("trace", "arrivals", "cv", "rate_profile"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: --workload {args.workload} states it: give "
+                                  "one of the two")
     for flag, key in FLAGS.items():
         value = getattr(args, flag, None)
         if value is not None:
@@ -154,9 +170,10 @@ def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None
         check_trusted(config.policy.name, [str(said.get("policy.name"))], str(where), "--policy")
     arrivals = config.workload.arrivals
     for value, name, needed, hint in (
-            (args.rate, "--rate", arrivals not in ("recorded", "closed"),
+            (args.rate, "--rate", config.workload.rate_req_per_s is not None and arrivals not in ("recorded", "closed"),
              "use --time-scale, or --arrivals poisson, constant or gamma" if arrivals == "recorded" else
-             "a request is sent when one ends: leave --concurrency out"),
+             "a request is sent when one ends: leave --concurrency out" if arrivals == "closed" else
+             "phases and profiles state their rates: use --rate-scale"),
             (args.time_scale, "--time-scale", arrivals == "recorded", "use --rate, or --arrivals recorded"),
             (args.cv, "--cv", arrivals == "gamma", "use --arrivals gamma")):
         if value is not None and not needed:
@@ -186,6 +203,13 @@ def progress_bar(total: int, label: str, quiet: bool,
 
     bar = tqdm(total=total, desc=label, unit=unit, leave=False)
     return bar.update, bar.close
+
+
+def trace_label(trace: str) -> str:
+    """:func:`bullet.config.trace_name`, loaded when a folder is to be named."""
+    from bullet.config import trace_name
+
+    return trace_name(trace)
 
 
 def watched(args: argparse.Namespace) -> Watch:

@@ -23,6 +23,7 @@ from bullet.cli.common import (
     out_folder,
     print_paths,
     refuse_idle,
+    trace_label,
     watched,
     whole,
 )
@@ -145,7 +146,7 @@ def _replay(args: argparse.Namespace) -> int:
     config = run_config(args)
     serve.check_parquet()
     refuse_idle(args, [config.policy.name], "estimator", "steps")
-    folder = fresh_folder(args.out, f"real-{config.policy.name}-{Path(config.workload.trace).name}")
+    folder = fresh_folder(args.out, f"real-{config.policy.name}-{trace_label(config.workload.trace)}")
     serve.replay(config, engine_of(args), folder, steps=args.steps, record=args.record, report=not args.no_report,
                  watch=watched(args), say=say)
     print_paths(folder, args, RUN_FILES)

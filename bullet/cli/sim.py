@@ -21,6 +21,7 @@ from bullet.cli.common import (
     print_paths,
     progress_bar,
     refuse_idle,
+    trace_label,
     watched,
     whole,
     width,
@@ -149,7 +150,7 @@ def _run(args: argparse.Namespace) -> int:
 
     config = build_config(args)
     refuse_idle(args, [config.policy.name], "estimator")
-    out = fresh_folder(args.out, f"{config.policy.name}-{Path(config.workload.trace).name}")
+    out = fresh_folder(args.out, f"{config.policy.name}-{trace_label(config.workload.trace)}")
     if args.seeds is not None:
         return _over_seeds(args, config, None, out)
     api.simulate(config, out=out, report=not args.no_report, watch=watched(args), say=print, width=width())
@@ -172,7 +173,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     config, names = build_config(args), api.split_names(args.policies)
     refuse_idle(args, names, "estimator")
-    out = fresh_folder(args.out, f"compare-{Path(config.workload.trace).name}")
+    out = fresh_folder(args.out, f"compare-{trace_label(config.workload.trace)}")
     if args.seeds is not None:
         for flag, given in (("--measured", args.measured is not None), ("--bound", args.bound)):
             if given:
@@ -235,6 +236,7 @@ def _list(args: argparse.Namespace) -> int:
     from bullet.catalog.gpus import GPUS
     from bullet.catalog.models import MODELS
     from bullet.workload import BUILTIN, describe
+    from bullet.workload.named import NAMED
 
     def lines(text: str, first: str = "  ") -> None:
         print(textwrap.fill(text, width(), initial_indent=first, subsequent_indent=" " * 19, break_on_hyphens=False))
@@ -249,6 +251,9 @@ def _list(args: argparse.Namespace) -> int:
     print("  req/s as recorded; -: lengths only (bullet-sim inspect NAME)")
     for name in BUILTIN:
         print(f"  {name:<16} {BUILTIN[name].source}")
+    print("\nworkloads in which sharing is hard (--workload NAME)")
+    for name, one in NAMED.items():
+        lines(one.description, f"  {name:<16} ")
     print("\npolicies")
     for name, description in [*policies.describe(), ("file.py:Class", "your own")]:
         lines(description, f"  {name:<16} ")

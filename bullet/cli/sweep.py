@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bullet.cli.common import build_config, number, whole
+from bullet.cli.common import build_config, number, trace_label, whole
 from bullet.files import fresh_folder
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _sweep(args: argparse.Namespace) -> int:
     from bullet.sweeps import sweep as sweeps
 
     config, axes, zipped = _axes(args)
-    folder = fresh_folder(args.out, f"sweep-{Path(config.workload.trace).name}")
+    folder = fresh_folder(args.out, f"sweep-{trace_label(config.workload.trace)}")
     with _Told(args) as told:
         found = sweeps.sweep(config, axes, zipped=zipped, seeds=args.seeds, out=folder, report=not args.no_report,
                              cache=args.cache, jobs=args.jobs, ray=args.ray, progress=told.progress, say=told.say)

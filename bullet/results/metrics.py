@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bullet.config import WorkloadConfig
 from bullet.results.columns import BATCH_ROWS, RequestTable, RunOutcome, StepTable
 from bullet.workload.cuts import counted_from
 
@@ -164,7 +165,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "model": outcome.device.get("model"), "device_source": outcome.device.get("source"),
         "estimator": outcome.config.policy.estimator if of_steps["prediction_error_mean"] is not None else None,
         "trace": outcome.config.workload.trace, "workload_source": outcome.device.get("workload"),
-        "request_rate": load.rate_req_per_s if load.arrivals not in ("recorded", "closed") else None,
+        "request_rate": _request_rate(load),
         "seed": outcome.config.seed,
         "offered": offered, "completed": finished, "rejected": rejected, "unfinished": unfinished,
         "rejected_by_reason": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
@@ -203,6 +204,17 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     if warmup is not None:
         summary |= {"warmup": warmup, "warmup_requests": len(outcome.requests) - offered}
     return summary
+
+
+def _request_rate(load: WorkloadConfig) -> float | None:
+    """Of arrivals drawn at a rate; where rates change, their mean."""
+    if load.arrivals in ("recorded", "closed"):
+        return None
+    if load.rate_req_per_s is not None:
+        return load.rate_req_per_s
+    from bullet.workload.schedule import mean_rate
+
+    return mean_rate(load)
 
 
 def after_warmup(requests: RequestTable, warmup: str) -> tuple[RequestTable, float]:

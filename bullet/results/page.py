@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bullet.config import trace_name
 from bullet.errors import one_line
 from bullet.files import write_text
 from bullet.results.columns import RequestTable, Rows, RunOutcome
 from bullet.results.plots import plot_cdfs, plot_comparison, plot_sm_share, save
-from bullet.results.tables import cell_text, columns_of, file_name, headline, label, notes_on
+from bullet.results.tables import cell_text, columns_of, headline, label, notes_on
 from bullet.results.timeline import write_perfetto
 from bullet.signals import warn
 
@@ -81,7 +82,7 @@ def write_run_report(folder: Path, outcome: RunOutcome | Rows, summary: Mapping[
     save(plot_cdfs([outcome.requests], [summary]), cdf)
     save(plot_sm_share(outcome.steps, summary), share)
     write_perfetto(outcome.steps, f"{str(summary['gpu']).upper()} ({summary['source']})", folder / "trace.json")
-    write_html(folder / "report.html", f"{label(summary)} on {file_name(summary['trace'])}", [summary],
+    write_html(folder / "report.html", f"{label(summary)} on {trace_name(str(summary['trace']))}", [summary],
                [("TTFT and TPOT", cdf), ("SMs over time", share)], config_toml)
 
 
@@ -93,5 +94,5 @@ def write_comparison_report(folder: Path, requests: Sequence[RequestTable], summ
     save(plot_cdfs(requests, summaries), cdf)
     shares = [(f"SMs over time: {label(summary)}", run / "plots" / "sm_share.png")
               for summary, run in zip(summaries, run_folders, strict=True)]
-    write_html(folder / "report.html", f"{len(summaries)} systems on {file_name(summaries[0]['trace'])}", summaries,
+    write_html(folder / "report.html", f"{len(summaries)} systems on {trace_name(str(summaries[0]['trace']))}", summaries,
                [("Comparison", bars), ("TTFT and TPOT", cdf), *shares], config_toml)

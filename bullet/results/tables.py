@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bullet.config import TABLE_4_SLOS
+from bullet.config import TABLE_4_SLOS, trace_name
 from bullet.files import write_json, write_text
 from bullet.workload.table import closed_text
 
@@ -71,7 +71,7 @@ def headline(summary: Mapping[str, Any]) -> str:
     elif not note.startswith("no partition"):  # a real run has no model; what matters is whether SMs were partitioned
         note = f"partition: {note}"
     return (f"{summary['source']} on {group}{str(summary['gpu']).upper()} ({note}), "
-            f"{file_name(summary['model'])}; {file_name(summary['trace'])}, {arrivals}, {summary['offered']} "
+            f"{file_name(summary['model'])}; {trace_name(str(summary['trace']))}, {arrivals}, {summary['offered']} "
             f"{'request' if summary['offered'] == 1 else 'requests'}, seed {summary['seed']}")
 
 
@@ -121,7 +121,7 @@ def objectives(summary: Mapping[str, Any]) -> str:
     elif names:
         flags = " and ".join(f"--{name.lower()}" for name in names)
         text += (f" {' and '.join(names)}: ShareGPT's of the paper's Table 4, taken by default: it has none for "
-                 f"{file_name(trace)}; set yours with {flags}.")
+                 f"{trace_name(str(trace))}; set yours with {flags}.")
     return text
 
 

@@ -26,7 +26,7 @@ from bullet.sweeps.pool import Pool, Progress
 from bullet.sweeps.sweep import POLICY, RATE, SEED, checked, csv_text, make_pool
 
 SEEDS = 4
-TIME_SCALE = "workload.time_scale"
+TIME_SCALE, RATE_SCALE = "workload.time_scale", "workload.rate_scale"
 FIRST_SHARE = 0.8
 """Of the estimated capacity: where the first seed's search begins; the others begin where it ended."""
 LOWEST, HIGHEST = 1 / 64, 64.0
@@ -132,7 +132,7 @@ class Goodput:
 
     def text(self) -> str:
         """A policy a row; those that no rate satisfies with the best that can be had."""
-        unit = "req/s" if self.axis == RATE else "x recorded speed"
+        unit = {RATE: "req/s", RATE_SCALE: "x its rates"}.get(self.axis, "x recorded speed")
         seeds = max(len(one.values) for one in self.found)
         first = self.found[0]
         workload = self.base.workload
@@ -174,7 +174,8 @@ def goodput(config: Config, policies: Sequence[str] | None = None, *, goal: floa
             jobs: int | None = None, ray: str | None = None, progress: Callable[[Progress], None] | None = None,
             say: Say = silent) -> Goodput:
     """The highest rate at which a share ``goal`` of the requests meets both objectives, for each policy (default: the
-    configuration's), on the same requests; seeds 0 to ``seeds`` - 1. With recorded arrivals: the highest ``time_scale``.
+    configuration's), on the same requests; seeds 0 to ``seeds`` - 1. With recorded arrivals: the highest ``time_scale``; with
+    phases or a profile, the highest ``rate_scale``.
 
     A policy that no rate satisfies is told with the best attainment there is; other arguments as of :func:`sweep`.
     """
@@ -187,7 +188,7 @@ def goodput(config: Config, policies: Sequence[str] | None = None, *, goal: floa
         raise ConfigError(f"policies {','.join(names)!r}: must name each policy once, separated by commas")
     if base.workload.arrivals == "closed":
         raise ConfigError("goodput: needs arrivals at a rate: a closed loop (--concurrency) has none")
-    axis = TIME_SCALE if base.workload.arrivals == "recorded" else RATE
+    axis = rate_axis(base)
     prepared = {cell.place[POLICY]: cell.config for cell in checked([Cell({POLICY: name}, with_values(base, {POLICY: name}))
                                                                     for name in names])}
     with nullcontext() if out is None else Claim(Path(out)) as claim:
@@ -195,6 +196,24 @@ def goodput(config: Config, policies: Sequence[str] | None = None, *, goal: floa
         if claim is not None:
             result.write(claim.folder)
     return result
+
+
+def rate_axis(config: RunConfig) -> str:
+    """The key that a workload's load is set by."""
+    if config.workload.arrivals == "recorded":
+        return TIME_SCALE
+    return RATE if config.workload.rate_req_per_s is not None else RATE_SCALE
+
+
+def at_rate(config: RunConfig, req_per_s: float) -> float:
+    """The value of ``rate_axis`` at which requests come at that rate on average, drawn arrivals only."""
+    if rate_axis(config) == RATE:
+        return req_per_s
+    from bullet.workload.schedule import mean_rate
+
+    mean = mean_rate(config.workload)
+    assert mean, "phases and profiles have a rate"
+    return req_per_s / mean * config.workload.rate_scale
 
 
 def _search(base: RunConfig, axis: str, prepared: Mapping[str, RunConfig], seeds: int, goal: float, reading: str,
@@ -254,10 +273,9 @@ def _start(base: RunConfig, axis: str) -> float:
     if axis == TIME_SCALE:
         return base.workload.time_scale / FIRST_SHARE
     try:
-        return estimated_capacity(base)
+        return at_rate(base, estimated_capacity(base))
     except BulletError:  # a device that knows no phase alone
-        assert base.workload.rate_req_per_s is not None
-        return base.workload.rate_req_per_s
+        return base.workload.rate_req_per_s or base.workload.rate_scale
 
 
 @dataclass(frozen=True)
@@ -286,8 +304,8 @@ def capacity(config: Config, policies: Sequence[str] | None = None, *, seeds: in
     if base.workload.arrivals in ("recorded", "closed"):
         raise ConfigError(f"capacity: needs arrivals drawn at a rate, not {base.workload.arrivals} ones")
     names = [base.policy.name] if policies is None else list(policies)
-    rate = float(f"{overload * estimated_capacity(base):.3g}")
-    cells = checked([Cell({POLICY: name, SEED: seed}, with_values(base, {POLICY: name, SEED: seed, RATE: rate}))
+    axis, rate = rate_axis(base), float(f"{at_rate(base, overload * estimated_capacity(base)):.3g}")
+    cells = checked([Cell({POLICY: name, SEED: seed}, with_values(base, {POLICY: name, SEED: seed, axis: rate}))
                      for name in names for seed in range(seeds)])
     keys = [key_of(cell.config) for cell in cells]
     records = make_pool(cache, jobs, ray, progress, say).run(dict(zip(keys, (cell.config for cell in cells), strict=True)))

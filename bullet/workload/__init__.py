@@ -11,16 +11,23 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.config import KV_BLOCK_TOKENS, WorkloadConfig
+from bullet.config import KV_BLOCK_TOKENS, WorkloadConfig, is_phased
 from bullet.errors import ConfigError, TraceError
-from bullet.workload.arrivals import LATEST_ARRIVAL_S, draw_arrivals, draw_thinks, recorded_arrivals, stream
+from bullet.workload.arrivals import (
+    LATEST_ARRIVAL_S,
+    draw_arrivals,
+    draw_thinks,
+    recorded_arrivals,
+    scheduled_arrivals,
+    stream,
+)
 from bullet.workload.builtin import BUILTIN, Builtin, load_builtin
 from bullet.workload.cuts import Window, counted_from
 from bullet.workload.read import read_trace
 from bullet.workload.table import BlockIds, Reading, Table, shared_prefixes
 
-__all__ = ["BUILTIN", "Builtin", "ClosedLoop", "Description", "Reading", "Workload", "describe", "describe_table", "load_builtin",
-           "load_trace", "load_workload", "read_trace", "resolved", "stream"]
+__all__ = ["BUILTIN", "Builtin", "ClosedLoop", "Description", "PhaseTrace", "Reading", "Workload", "describe", "describe_table",
+           "load_builtin", "load_trace", "load_workload", "read_trace", "resolved", "stream"]
 
 MOST_REQUESTS = 10**8
 """Three arrays of that length take 2.4 GB; a larger count is a slip of the hand."""
@@ -50,15 +57,26 @@ class ClosedLoop(NamedTuple):
     think_s: NDArray[np.float64]
 
 
+class PhaseTrace(NamedTuple):
+    """A phase's trace as it was read."""
+
+    trace: str
+    rate_req_per_s: float
+    seconds: float
+    source: str
+    reading: Reading | None
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in order of arrival, ids 0 .. n - 1.
 
-    ``arrival_s``: float64 (n,), never decreasing; ``prompt_tokens``, ``output_tokens``: int64 (n,). ``source``: where
-    the lengths are from, one line. ``mean_prompt_tokens``: over the whole trace, not this sample (the ``mean_length``
-    reading of the TTFT objective). ``closed``: arrivals follow from the run (``arrival_s`` is then all zero): the requests are
-    sent in order, by whichever client is ready. ``shared_prefix``: which prompts begin with the same full KV blocks as another's
-    (request -> (that one, blocks)); read where a policy shares prefixes. ``reading``: how the trace was read.
+    ``arrival_s``: float64 (n,), never decreasing; ``prompt_tokens``, ``output_tokens``: int64 (n,). ``source``: where the lengths
+    are from, one line. ``mean_prompt_tokens``: over the whole trace, not this sample (the ``mean_length`` reading of the TTFT
+    objective). ``closed``: arrivals follow from the run (``arrival_s`` is then all zero): the requests are sent in order, by
+    whichever client is ready. ``phases``: of rates that change, the trace of each. ``shared_prefix``: which prompts begin with
+    the same full KV blocks as another's (request -> (that one, blocks)); read where a policy shares prefixes. ``reading``: how
+    the trace was read.
     """
 
     name: str
@@ -70,6 +88,7 @@ class Workload:
     shared_prefix: Mapping[int, tuple[int, int]] | None = None
     reading: Reading | None = None
     closed: ClosedLoop | None = None
+    phases: tuple[PhaseTrace, ...] = ()
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -90,11 +109,11 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
     Raises :class:`TraceError` for a trace that is unknown, unreadable or too short, :class:`ConfigError` for options
     that do not go together. The arrays are read-only: a comparison hands the same ones to every policy.
     """
+    if is_phased(config.trace):
+        return _load_phases(config, seed, replica)
     table, source = load_trace(config)
     rows = len(table.prompt_tokens)
-    count = rows if config.num_requests is None else config.num_requests
-    if count > MOST_REQUESTS:
-        raise ConfigError(f"workload.num_requests (--num-requests) = {count}: must be {MOST_REQUESTS:,} at most")
+    count = _count(config, rows)
     recorded, closed = config.arrivals == "recorded", None
     if count > rows and (recorded or not config.sample):
         raise TraceError(f"{config.trace}: has {rows} requests, {count} were asked for (workload.num_requests, "
@@ -107,6 +126,12 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
     elif config.arrivals == "closed":
         assert config.concurrency is not None
         arrival_s, closed = np.zeros(count), ClosedLoop(config.concurrency, draw_thinks(config, count, seed, replica))
+    elif config.rate_profile is not None:
+        from bullet.workload.schedule import rates_of
+
+        found = rates_of(config)
+        assert found is not None
+        arrival_s, _ = scheduled_arrivals(config, found[0], count, seed, replica)
     else:
         arrival_s = draw_arrivals(config, count, seed, replica)
     if recorded or not config.sample:
@@ -116,6 +141,50 @@ def load_workload(config: WorkloadConfig, seed: int, replica: int = 0) -> Worklo
     in_order = recorded or not config.sample
     workload = Workload(config.trace, source, arrival_s, table.prompt_tokens[pick], table.output_tokens[pick],
                         float(table.prompt_tokens.mean()), _shared(table, count) if in_order else None, table.reading, closed)
+    return _sealed(config, workload)
+
+
+def _count(config: WorkloadConfig, rows: int) -> int:
+    count = rows if config.num_requests is None else config.num_requests
+    if count > MOST_REQUESTS:
+        raise ConfigError(f"workload.num_requests (--num-requests) = {count}: must be {MOST_REQUESTS:,} at most")
+    return count
+
+
+def _load_phases(config: WorkloadConfig, seed: int, replica: int) -> Workload:
+    """Phases of several traces in turns. A request's lengths depend on its number and on the phase it falls into; ``sample`` off:
+    each phase goes on in its trace where its last turn ended. The mean prompt is that of a whole cycle."""
+    from bullet.workload.schedule import parse_phases, rates_of
+
+    phases = parse_phases(config.trace)
+    alone = {phase.trace: dataclasses.replace(config, trace=phase.trace, rate_scale=1.0, rate_req_per_s=1.0) for phase in phases}
+    loaded = {trace: load_trace(one) for trace, one in alone.items()}
+    tables = [loaded[phase.trace][0] for phase in phases]
+    count = _count(config, sum(len(table.prompt_tokens) for table, _ in loaded.values()))
+    found = rates_of(config)
+    assert found is not None
+    arrival_s, which = scheduled_arrivals(config, found[0], count, seed, replica)
+    prompt, output = np.empty(count, np.int64), np.empty(count, np.int64)
+    for number, (phase, table) in enumerate(zip(phases, tables, strict=True)):
+        mine, rows = which == number, len(table.prompt_tokens)
+        if config.sample:
+            pick = stream(seed, f"lengths of phase {number}", replica).integers(0, rows, count)[mine]
+        else:
+            pick = np.arange(int(mine.sum()))
+            if len(pick) > rows:
+                raise TraceError(f"{phase.trace}: has {rows} requests, {len(pick)} of {count} fall into its phases "
+                                 "(workload.sample = false): ask for fewer, or let lengths repeat with workload.sample = true")
+        prompt[mine], output[mine] = table.prompt_tokens[pick], table.output_tokens[pick]
+    share = [phase.rate_req_per_s * phase.seconds for phase in phases]
+    mean = sum(part * float(table.prompt_tokens.mean()) for part, table in zip(share, tables, strict=True)) / sum(share)
+    parts = tuple(PhaseTrace(*phase, loaded[phase.trace][1], loaded[phase.trace][0].reading) for phase in phases)
+    source = "; ".join(dict.fromkeys(part.source for part in parts))
+    return _sealed(config, Workload(config.trace, source, arrival_s, prompt, output, mean, phases=parts))
+
+
+def _sealed(config: WorkloadConfig, workload: Workload) -> Workload:
+    """With a warm-up that leaves something, and arrays that nobody writes to."""
+    arrival_s, closed, count = workload.arrival_s, workload.closed, len(workload)
     # Of a closed loop it is not known beforehand how long it takes.
     if not counted_from(config.warmup, np.arange(count), arrival_s if closed is None else np.linspace(0, LATEST_ARRIVAL_S, count)
                         ).any():
@@ -149,12 +218,34 @@ def load_trace(config: WorkloadConfig, *, inspecting: bool = False) -> tuple[Tab
         if option is not None:
             raise ConfigError(f"workload.{option} = {getattr(config, option)!r}: is for trace files, {name} is "
                               f"built in (a file of that name: ./{name})")
-        return _cut(load_builtin(name), config), BUILTIN[name].source
+        return _capped(_cut(load_builtin(name), config), config), BUILTIN[name].source
     # What looks like a path is one, so that a mistyped file name is called missing and not an unknown trace.
     if name and ("/" in name or "." in name or _exists(name)):
-        return read_trace(config, inspecting=inspecting), name
+        return _capped(read_trace(config, inspecting=inspecting), config), name
     raise TraceError(f"unknown trace {name!r}: choose one of {', '.join(BUILTIN)}, or give a path to a .csv or .jsonl "
                      "file")
+
+
+def _capped(table: Table, config: WorkloadConfig) -> Table:
+    """Without the rows whose prompt is longer than asked for, which the reading counts."""
+    most = config.max_prompt_tokens
+    if most is None or not (long := table.prompt_tokens > most).any():
+        return table
+    rows = np.flatnonzero(~long)
+    if not len(rows):
+        raise TraceError(f"{config.trace}: no prompt has {most} tokens or less (workload.max_prompt_tokens, --max-prompt): the "
+                         f"shortest has {table.prompt_tokens.min()}")
+    blocks, reading, arrival_s = table.blocks, table.reading, table.arrival_s
+    if blocks is not None:
+        ends = blocks.ends
+        starts = np.concatenate([[0], ends[:-1]])
+        blocks = BlockIds(np.concatenate([blocks.ids[starts[i]:ends[i]] for i in rows]), np.cumsum((ends - starts)[rows]),
+                          blocks.block_tokens)
+    if reading is not None:
+        left_out = f"longer than {most:,} tokens (--max-prompt): {int(long.sum()):,} rows left out"
+        reading = dataclasses.replace(reading, notes=(*reading.notes, left_out))
+    return Table(None if arrival_s is None else arrival_s[rows] - arrival_s[rows[0]], table.prompt_tokens[rows],
+                 table.output_tokens[rows], reading, blocks)
 
 
 def _cut(table: Table, config: WorkloadConfig) -> Table:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bullet.config import KV_BLOCK_TOKENS, WorkloadConfig
-from bullet.workload import Description, Reading, Workload, describe_table, load_trace
+from bullet.config import KV_BLOCK_TOKENS, WorkloadConfig, is_phased
+from bullet.workload import Description, Reading, Workload, describe_table, load_trace, load_workload
 from bullet.workload.table import closed_text, duration
 
 WIDTH = 80
@@ -20,11 +20,19 @@ def run_lines(workload: Workload, config: WorkloadConfig, *, shares_prefixes: bo
               load: float | None = None) -> list[str]:
     """The trace and what was taken of it. ``shares_prefixes``: whether a policy of the run does; ``load``: offered load as a
     share of capacity, where it is known, said where it leaves nothing to compare."""
-    lines = _reading_lines(config.trace, workload.source, workload.reading)
+    lines = _phase_lines(workload) if workload.phases else _reading_lines(config.trace, workload.source, workload.reading)
     found = workload.describe()
     arrivals = f"{config.arrivals} arrivals"
     if workload.closed is not None:
         arrivals = closed_text(workload.closed.clients, config.think_time_s, config.think)
+    elif config.rate_req_per_s is None and config.arrivals != "recorded":
+        from bullet.workload.schedule import mean_rate
+
+        mean = mean_rate(config)
+        assert mean is not None, "drawn arrivals have a rate"
+        what = "" if config.rate_profile is None else f" by {config.rate_profile}"
+        scale = "" if config.rate_scale == 1 else f" (rates x {config.rate_scale:g})"
+        arrivals += f"{what}, {mean:.4g} req/s on average{scale}"
     elif config.arrivals != "recorded":
         arrivals += f" at {config.rate_req_per_s:g} req/s"
     elif config.time_scale != 1:
@@ -51,8 +59,20 @@ def run_lines(workload: Workload, config: WorkloadConfig, *, shares_prefixes: bo
     return lines
 
 
+def _phase_lines(workload: Workload) -> list[str]:
+    """The phases, and then each trace once."""
+    cycle_s = sum(phase.seconds for phase in workload.phases)
+    turns = ", ".join(f"{one.trace} at {one.rate_req_per_s:g} req/s for {duration(one.seconds)}" for one in workload.phases)
+    lines = _wrapped(f"phases: {turns}; again every {duration(cycle_s)}")
+    for phase in {phase.trace: phase for phase in workload.phases}.values():
+        lines += _reading_lines(phase.trace, phase.source, phase.reading)
+    return lines
+
+
 def inspect_lines(config: WorkloadConfig) -> list[str]:
     """All that there is to say of a trace: how it is read, its times, its lengths, what is not read. Nothing is kept."""
+    if is_phased(config.trace):
+        return run_lines(load_workload(config, 0), config)
     table, source = load_trace(config, inspecting=True)
     lines = _reading_lines(config.trace, source, table.reading, "" if config.skip_failed else "; a run needs --skip-failed")
     found = describe_table(table)
