@@ -17,14 +17,14 @@ Raw = Mapping[str, Any]
 
 SIZES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "multi_query_group_num"),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    "head_dim": ("head_dim", "kv_channels"),
-    "vocab_size": ("vocab_size",),
+    "head_dim": ("head_dim", "kv_channels", "attention_head_dim"),
+    "vocab_size": ("vocab_size", "padded_vocab_size"),
 }
-"""Our key, and how files spell it. All are whole numbers."""
+"""Our key, and how files spell it. All are whole numbers; a file that says it twice must say the same."""
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length",
            "max_sequence_length", "max_seq_length", "seq_len", "max_target_positions")
 """Where the longest context stands; the least of them holds, and ``model_max_length`` (Command-R) before any, as in vLLM."""
@@ -49,7 +49,7 @@ HARMLESS = re.compile(
     r"|num_nextn_predict_layers|use_mtp|num_mtp_modules|mtp_\w+|vision_config|image_\w+|video_\w+|vision_\w+|mm_\w+"
     r"|boi_\w+|eoi_\w+|spatial_merge_size|multimodal_\w+|projector_\w+|audio_config|embd_layer|attn_softmax_\w+|qk_head_dim|cache_implementation"
     r"|max_window_layers|use_sliding_window|sliding_window|sliding_window_size|sliding_window_pattern|_sliding_window_pattern"
-    r"|layer_types|window_attn_skip_freq|interpolate_factor|full_attn_mod|rotary_scaling_factor|rope_pct|fc_type|tokenizer_name|tokenizer_class|prefix|pruned_heads|sep_token|finetuning_task|license|language))$"
+    r"|layer_types|window_attn_skip_freq|interpolate_factor|full_attn_mod|rotary_scaling_factor|rope_pct|rope_percent|fc_type|tokenizer_name|tokenizer_class|prefix|pruned_heads|sep_token|finetuning_task|license|language))$"
 )
 """Keys that decide neither size nor work nor KV: special tokens, training, scales, activation functions of the same cost, rotary
 details, experts' routing rules, multi-token prediction (its layers are not loaded for plain serving), parts for other media. The
@@ -64,6 +64,10 @@ RECURRENT_KEYS = re.compile(
     r"(mamba\w*|ssm\w*|linear_\w+_heads?\w*|linear_attn_config|full_attention_interval|state_size|conv_kernel|d_conv"
     r"|attn_layer_period|attn_layer_indices|layers_block_type|hybrid_override_pattern|lru_width|block_types)$"
 )
+CHUNKED = frozenset({"llama4", "llama4_text"})
+"""Layers that attend within chunks of ``attention_chunk_size`` tokens, whose blocks an engine frees at each chunk's end."""
+NESTED = ("text_config", "llm_config", "language_config")
+"""Where a file for several media keeps its language model."""
 ENCODERS = frozenset({
     "bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert", "nomic_bert",
     "mpnet", "xlnet", "t5", "mt5", "umt5", "longt5", "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "m2m_100",
@@ -99,6 +103,8 @@ class Entry:
     dense_first: str = ""
     latent: bool = False
     """Latent attention (DeepSeek V2): the KV cache holds ``kv_lora_rank + qk_rope_head_dim`` values a token and layer."""
+    merged: tuple[str, ...] = ()
+    """Objects inside the file whose keys are read as its own."""
     keys: tuple[str, ...] = ()
     """Further keys that this module reads for it, or that are known to change nothing here."""
 
@@ -109,6 +115,10 @@ _GEMMA3 = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads"
 _LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads":
           32, "max_position_embeddings": 2048}
 _DEEPSEEK = ("n_routed_experts",)
+_HUNYUAN = ("use_qk_norm", "cla_share_factor", "class_num", "dense_list", "pool_type", "text_start_id", "text_end_id",
+            "use_rotary_pos_emb", "mask_init_id", "anyres_pooling_size", "use_mixed_mlp_moe", "moe_layer_num_skipped",
+            "add_classification_head")
+"""``use_cla``, layers that share a KV cache, is none of them."""
 _GPT2 = {"tie_word_embeddings": True, "n_positions": 1024}
 _MLA = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "moe_layer_freq", "attention_bias",
         "mlp_bias")
@@ -143,7 +153,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "cohere": Entry(("CohereForCausalLM",), {"tie_word_embeddings": True}, qkv_bias="attention_bias", o_bias="attention_bias",
         qk_norm="use_qk_norm"),
     "cohere2": Entry(("Cohere2ForCausalLM",), {"tie_word_embeddings": True, "sliding_window": 4096}, qkv_bias="attention_bias",
-        o_bias="attention_bias", windows="pattern", pattern=4),
+        o_bias="attention_bias", windows="pattern", pattern=4, keys=("layer_switch", "order_of_interleaved_layers",
+        "position_embedding_type", "use_embedding_sharing", "use_gated_activation", "use_parallel_block")),
     "stablelm": Entry(("StableLmForCausalLM",), qkv_bias="use_qkv_bias", qk_norm="qk_layernorm"),
     "glm": Entry(("GlmForCausalLM",), {"head_dim": 128, "attention_bias": True, "num_key_value_heads": 2},
         qkv_bias="attention_bias"),
@@ -156,9 +167,24 @@ ARCHITECTURES: Mapping[str, Entry] = {
         o_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "helium": Entry(("HeliumForCausalLM",), {"head_dim": 128}, qkv_bias="attention_bias", o_bias="attention_bias",
         mlp_bias="mlp_bias"),
+    "exaone": Entry(("ExaoneForCausalLM",)),
+    "baichuan": Entry(("BaichuanForCausalLM", "BaiChuanForCausalLM"), keys=("_from_model_config", "z_loss_weight")),
+    "chatglm": Entry(("ChatGLMModel", "ChatGLMForConditionalGeneration"), {"add_qkv_bias": False, "add_bias_linear": False},
+        qkv_bias="add_qkv_bias", o_bias="add_bias_linear", mlp_bias="add_bias_linear", keys=("multi_query_attention",
+        "apply_query_key_layer_scaling", "bias_dropout_fusion", "original_rope", "rmsnorm", "attention_softmax_in_fp32")),
+    "qwen": Entry(("QWenLMHeadModel",), qkv_bias=True, keys=("bf16", "fp16", "fp32", "no_bias", "use_dynamic_ntk",
+        "use_logn_attn", "use_cache_\\w+", "softmax_in_fp32")),
+    "minicpm": Entry(("MiniCPMForCausalLM",), {"tie_word_embeddings": True}, qkv_bias="attention_bias", o_bias="attention_bias",
+        experts=("num_experts",), expert_size="intermediate_size", keys=("dim_model_base",)),
+    "mimo": Entry(("MiMoForCausalLM",), _QWEN, qkv_bias="attention_bias", windows="last"),
+    "internlm": Entry(("InternLMForCausalLM",), {"bias": True}, qkv_bias="bias", o_bias="bias"),
+    "orion": Entry(("OrionForCausalLM",), qkv_bias="attention_bias", o_bias="attention_bias"),
     "internlm2": Entry(("InternLM2ForCausalLM",), qkv_bias="bias", o_bias="bias", keys=("attn_implementation",)),
     "hunyuan_v1_dense": Entry(("HunYuanDenseV1ForCausalLM",), qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True,
-        keys=("use_qk_norm",)),
+        keys=_HUNYUAN),
+    "hunyuan_v1_moe": Entry(("HunYuanMoEV1ForCausalLM",), {"use_qk_norm": False}, qkv_bias="attention_bias",
+        o_bias="attention_bias", qk_norm="use_qk_norm", experts=("num_experts",), experts_per_token=("moe_topk",),
+        shared="num_shared_expert", keys=_HUNYUAN),
     "ernie4_5": Entry(("Ernie4_5ForCausalLM",), {"tie_word_embeddings": True, "head_dim": 128}, qkv_bias="use_bias",
         o_bias="use_bias", mlp_bias="use_bias"),
     # dense, plain MLP (two matrices)
@@ -198,6 +224,13 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "qwen3_moe": Entry(("Qwen3MoeForCausalLM",), _QWEN | {"head_dim": None}, qkv_bias="attention_bias", o_bias="attention_bias",
         qk_norm=True, windows="last", experts=("num_experts", "num_local_experts"), keys=("decoder_sparse_step",
         "mlp_only_layers")),
+    "qwen3_vl_moe_text": Entry(("Qwen3VLMoeForConditionalGeneration",), {"head_dim": 128}, qkv_bias="attention_bias",
+        o_bias="attention_bias", qk_norm=True, experts=("num_experts", "num_local_experts"), keys=("decoder_sparse_step",
+        "mlp_only_layers")),
+    "dbrx": Entry(("DbrxForCausalLM",), {"kv_n_heads": 1, "ffn_hidden_size": 3584, "moe_num_experts": 4, "moe_top_k": 1},
+        merged=("attn_config", "ffn_config"), experts=("moe_num_experts",), experts_per_token=("moe_top_k",),
+        expert_size="ffn_hidden_size", keys=("moe_loss_weight", "moe_jitter_eps", "moe_normalize_expert_weights", "ffn_act_fn",
+        "uniform_expert_assignment")),
     "olmoe": Entry(("OlmoeForCausalLM",), {"num_experts": 64, "num_experts_per_tok": 8}, qkv_bias="attention_bias",
         o_bias="attention_bias", qk_norm=True, experts=("num_experts",), expert_size="intermediate_size"),
     "granitemoe": Entry(("GraniteMoeForCausalLM",), qkv_bias="attention_bias", o_bias="attention_bias",
@@ -212,6 +245,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "deepseek_v2": Entry(("DeepseekV2ForCausalLM",), {"q_lora_rank": 1536}, experts=_DEEPSEEK, shared="n_shared_experts",
         dense_first="first_k_dense_replace", latent=True, keys=_MLA),
     "deepseek_v3": Entry(("DeepseekV3ForCausalLM",), {"q_lora_rank": 1536}, experts=_DEEPSEEK, shared="n_shared_experts",
+        dense_first="first_k_dense_replace", latent=True, keys=_MLA),
+    "glm4_moe_lite": Entry(("Glm4MoeLiteForCausalLM",), experts=_DEEPSEEK, shared="n_shared_experts",
         dense_first="first_k_dense_replace", latent=True, keys=_MLA),
     "kimi_k2": Entry((), {"q_lora_rank": 1536}, experts=_DEEPSEEK, shared="n_shared_experts", dense_first="first_k_dense_replace",
         latent=True, keys=_MLA),
@@ -234,5 +269,8 @@ ALIASES: Mapping[str, str] = {
     "refinedweb": "falcon",
     "refinedwebmodel": "falcon",
     "internlm3": "internlm2",
+    "stablelm_epoch": "stablelm",
+    "yi": "llama",
+    "aquila": "llama",
     "gemma3": "gemma3_text",
 }

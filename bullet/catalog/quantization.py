@@ -75,7 +75,7 @@ def read_widths(path: Path, raw: Mapping[str, Any], layers: int) -> Widths:
     attention, mlp = (_share(skipped, layers, names) for names in (ATTENTION, MLP))
     head = bits if found.get("lm_head") is True else 16.0
     return Widths(attention * 16 + (1 - attention) * bits, mlp * 16 + (1 - mlp) * bits, head, compute, kv_bytes,
-                  (*notes, f"{method} weights of {bits:.4g} bits"))
+                  (*notes, f"{method} weights of {bits:.4g} bits{', multiplied in 16' if bits == NVFP4_BITS else ''}"))
 
 
 def _number(where: str, found: Mapping[str, Any], *names: str, default: int | None = None, least: int = 1) -> int:
@@ -136,14 +136,15 @@ def _modelopt(where: str, found: Mapping[str, Any]) -> _Read:
     inner = found.get("quantization", found)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{where}: quantization = {short(inner)}: must be an object")
-    algorithm = str(inner.get("quant_algo", "")).upper()
-    known = {"FP8": (8.0, "fp8"), "NVFP4": (NVFP4_BITS, "16"), "W4A16_AWQ": (4 + 16 / 128, "16"), "INT8_SQ": (8.0, "int8")}
+    algorithm = str(inner.get("quant_algo", "")).upper()  # null: the KV cache alone is quantised
+    known = {"NONE": (16.0, "16"),
+             "FP8": (8.0, "fp8"), "NVFP4": (NVFP4_BITS, "16"), "W4A16_AWQ": (4 + 16 / 128, "16"), "INT8_SQ": (8.0, "int8")}
     if algorithm not in known:
         raise ConfigError(f"{where}: quant_algo = {short(algorithm)}: not modelled; known are {', '.join(known)}")
     kv = str(inner.get("kv_cache_quant_algo") or "").upper()
     if kv not in ("", "NONE", "FP8"):
         raise ConfigError(f"{where}: kv_cache_quant_algo = {short(kv)}: must be FP8 or absent")
-    return *known[algorithm], _names(where, inner), 1 if kv == "FP8" or _kv_scheme(found) else 0
+    return *known[algorithm], _names(where, inner), 1 if kv == "FP8" or _kv_scheme(where, found) else 0
 
 
 def _compressed(where: str, found: Mapping[str, Any]) -> _Read:
@@ -164,24 +165,34 @@ def _compressed(where: str, found: Mapping[str, Any]) -> _Read:
         raise ConfigError(f"{where}: weights of {bits} bits, type {short(kind)}: must be int of 4 or 8, or float of 8 or 4")
     activations = group.get("input_activations")
     size = _number(where, weights, "group_size", default=-1)
-    wide = NVFP4_BITS if (kind, bits) == ("float", 4) else _grouped(bits, size, weights.get("symmetric") is False)
+    if bits == 4 and activations is not None and not (kind == "float" and _number(where, activations, "num_bits") == 4):
+        raise ConfigError(f"{where}: input_activations beside weights of 4 bits: not modelled, only activations of 16")
+    wide = (MXFP4_BITS if size == 32 else NVFP4_BITS) if (kind, bits) == ("float", 4) else \
+        _grouped(bits, size, weights.get("symmetric") is False)
     compute = "16" if activations is None or bits == 4 else ("fp8" if kind == "float" else "int8")
-    return wide, compute, _names(where, found), 1 if _kv_scheme(found) else 0
+    return wide, compute, _names(where, found), 1 if _kv_scheme(where, found) else 0
 
 
-def _kv_scheme(found: Mapping[str, Any]) -> bool:
+def _kv_scheme(where: str, found: Mapping[str, Any]) -> bool:
     """Whether the KV cache is kept in 8 bits, as compressed-tensors and ModelOpt's config.json say it."""
     kv = found.get("kv_cache_scheme")
-    return isinstance(kv, Mapping) and kv.get("num_bits") == 8
+    if kv is None:
+        return False
+    if not isinstance(kv, Mapping) or kv.get("num_bits") != 8:
+        raise ConfigError(f"{where}: kv_cache_scheme = {short(kv)}: must be an object with num_bits = 8, or null")
+    return True
 
 
 METHODS = {
     "awq": _awq,
+    "awq_marlin": _awq,
     "gptq": _gptq,
+    "gptq_marlin": _gptq,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
     "compressed-tensors": _compressed,
 }
 
@@ -198,8 +209,11 @@ def _names(where: str, found: Mapping[str, Any]) -> list[str]:
     return []
 
 
-ATTENTION = ("model.layers.{}.self_attn.q_proj", "model.layers.{}.self_attn.o_proj")
-MLP = ("model.layers.{}.mlp.up_proj", "model.layers.{}.mlp.experts.0.up_proj")
+ATTENTION = (".{}.self_attn.q_proj", ".{}.self_attn.o_proj")
+MLP = (".{}.mlp.up_proj", ".{}.mlp.experts.0.up_proj")
+
+OUTER = ("model.layers", "language_model.model.layers", "model.language_model.layers", "thinker.model.layers")
+"""What layers are called, in models for several media too."""
 
 
 def _share(skipped: Iterable[str], layers: int, names: tuple[str, ...]) -> float:
@@ -218,5 +232,6 @@ def _share(skipped: Iterable[str], layers: int, names: tuple[str, ...]) -> float
     patterns = list(skipped)
     if not patterns:
         return 0.0
-    count = sum(any(hit(pattern, name.format(layer)) for pattern in patterns for name in names) for layer in range(layers))
+    said = [outer + name for name in names for outer in OUTER]
+    count = sum(any(hit(pattern, name.format(layer)) for name in said for pattern in patterns) for layer in range(layers))
     return count / layers

@@ -15,9 +15,11 @@ from bullet import door
 from bullet.catalog.architectures import (
     ALIASES,
     ARCHITECTURES,
+    CHUNKED,
     CONTEXT,
     ENCODERS,
     HARMLESS,
+    NESTED,
     RECURRENT,
     RECURRENT_KEYS,
     SIZES,
@@ -28,19 +30,28 @@ from bullet.catalog.quantization import Widths, read_widths
 from bullet.catalog.spec import ModelSpec
 from bullet.errors import ConfigError, printable, short
 
+MOST, MOST_LAYERS = 10**9, 10_000
+"""Above every size, and every depth, that a model has: what is larger is a slip or a broken file."""
+
 
 def read_config(path: str | Path) -> ModelSpec:
     """The model that a ``config.json`` describes; a :class:`ConfigError` names the file and the key that prevents it."""
     path = Path(path)
     raw = read_object(path)
     outer = raw
-    if isinstance(raw.get("text_config"), Mapping) and "num_hidden_layers" not in raw and "n_layer" not in raw:
+    inner = next((raw[key] for key in NESTED if isinstance(raw.get(key), Mapping)), None)
+    if inner is not None and not any(key in raw for key in SIZES["num_hidden_layers"]):
         raw = {
             **{k: raw[k] for k in ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config") if k in raw},
-            **raw["text_config"],
+            **inner,
         }
     model_type, entry = _entry(path, raw, outer)
     nested = raw is not outer
+    for key in entry.merged:
+        part = raw.get(key) or {}
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"{path}: {key} = {short(part)}: must be an object")
+        raw = {**{k: v for k, v in raw.items() if k != key}, **{k: v for k, v in part.items() if k != "model_type"}}
     return _Reader(
         path, {**entry.defaults, **(entry.nested_defaults if nested else {}), **_given(raw)}, model_type, entry, nested
     ).spec(_name(path, outer))
@@ -92,6 +103,9 @@ def _entry(path: Path, raw: Raw, outer: Raw) -> tuple[str, Entry]:
         raise ConfigError(
             f"{path}: model_type = {model_type!r}: encoders are not modelled, only decoders that generate token by token"
         )
+    if model_type in CHUNKED:
+        raise ConfigError(f"{path}: attention_chunk_size (model_type {model_type!r}): layers that attend within chunks are not "
+                          "modelled")
     if model_type not in ARCHITECTURES:
         known = ALIASES.get(model_type)
         known = known or next((name for name, entry in ARCHITECTURES.items() if set(entry.classes) & set(classes)), None)
@@ -124,15 +138,29 @@ class _Reader:
             value = self.raw.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise self.fail(f"{name} = {short(value)}: must be a whole number, 0 or more")
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+                raise self.fail(f"{name} = {short(value)}: must be a whole number, 0 to 10^9")
             return value
         if default is None:
             raise self.fail(f"{names[0]!r} is missing")
         return default
 
     def size(self, key: str, default: int | None = None) -> int:
+        said = {name: self.raw[name] for name in SIZES[key] if self.raw.get(name) is not None}
+        if len(set(map(repr, said.values()))) > 1:
+            raise self.fail(f"{' and '.join(f'{name} = {short(value)}' for name, value in said.items())}: one size, "
+                            "must be equal")
         return self.integer(*SIZES[key], default=default)
+
+    def alike(self, *names: str) -> int:
+        """A size that a file may give for each layer, where all layers must have the same."""
+        for name in names:
+            value = self.raw.get(name)
+            if isinstance(value, list):
+                if len(set(map(repr, value))) != 1:
+                    raise self.fail(f"{name} = {short(value)}: sizes that differ by layer are not modelled")
+                self.raw = {**self.raw, name: value[0]}
+        return self.integer(*names)
 
     def truth(self, key: str, default: bool = False) -> bool:
         self.used.add(key)
@@ -149,10 +177,16 @@ class _Reader:
     def spec(self, name: str) -> ModelSpec:
         entry, raw = self.entry, self.raw
         layers, hidden, heads = self.size("num_hidden_layers"), self.size("hidden_size"), self.size("num_attention_heads")
-        if heads == 0 or layers == 0:
-            raise self.fail(f"{'num_attention_heads' if heads == 0 else 'num_hidden_layers'} = 0: must be positive")
+        if heads == 0 or not 0 < layers <= MOST_LAYERS:
+            raise self.fail(f"num_attention_heads = {heads}: must be positive" if heads == 0 else
+                            f"num_hidden_layers = {layers}: must be a whole number, 1 to {MOST_LAYERS:,}")
         latent = self._latent() if entry.latent else {}
-        head_dim = latent.pop("head_dim", 0) or self.size("head_dim", default=0) or hidden // heads
+        head_dim = latent.pop("head_dim", 0) or self.size("head_dim", default=0)
+        if not head_dim:
+            head_dim = hidden // heads
+            if hidden % heads:
+                raise self.fail(f"hidden_size = {hidden}: must be a multiple of num_attention_heads = {heads}, as head_dim is "
+                                "missing")
         kv_heads = heads if latent else self._kv_heads(heads)
         window_tokens, window_layers = self._windows(layers)
         mlp = self._mlp(layers, hidden)
@@ -227,6 +261,9 @@ class _Reader:
         if self.model_type == "gpt_bigcode":
             self.integer("num_key_value_heads", default=1)
             return 1 if self.truth("multi_query") else heads
+        if self.model_type == "chatglm" and not self.truth("multi_query_attention"):
+            self.size("num_key_value_heads", default=0)
+            return heads
         if self.model_type == "mpt":
             attention = self.raw.get("attn_config") or {}
             kind = attention.get("attn_type", "multihead_attention") if isinstance(attention, Mapping) else attention
@@ -239,7 +276,7 @@ class _Reader:
             return heads
         if self.model_type == "minimax_m2":
             kinds = self.raw.get("attn_type_list") or [1]
-            if set(kinds) != {1}:
+            if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
                 raise self.fail("attn_type_list: layers with linear attention are not modelled")
         return self.size("num_key_value_heads", default=heads)
 
@@ -309,10 +346,14 @@ class _Reader:
             if self.model_type == "falcon":
                 factor = self.integer("ff_factor", default=4)
                 return {"intermediate_size": self.size("intermediate_size", default=factor * hidden)}
+            if self.model_type == "qwen":  # the width of both halves together
+                return {"intermediate_size": self.size("intermediate_size") // 2}
             default = 4 * hidden if self.model_type in ("gpt2", "gpt_bigcode", "gptj", "bloom") else None
             return {"intermediate_size": self.size("intermediate_size", default=default)}
-        per_token = self.integer(*entry.experts_per_token)
-        width = self.integer(entry.expert_size)
+        per_token = self.alike(*entry.experts_per_token)
+        width = self.alike(entry.expert_size)
+        if entry.shared and self.raw.get(entry.shared) is not None:
+            self.alike(entry.shared)
         dense = self._dense_layers(layers)
         shared = 0
         if entry.shared.endswith("_size"):
@@ -343,8 +384,10 @@ class _Reader:
         if self.model_type == "ernie4_5_moe":
             first, every = self.integer("moe_layer_start_index", default=1), self.integer("moe_layer_interval", default=1)
             last = self.raw.get("moe_layer_end_index", -1)
+            if isinstance(last, bool) or not isinstance(last, int):
+                raise self.fail(f"moe_layer_end_index = {short(last)}: must be a whole number")
             last = layers - 1 if last == -1 else last
-            return layers - sum((i + 1) % every == 0 and first <= i <= last for i in range(layers))
+            return layers - sum((i + 1) % (every or 1) == 0 and first <= i <= last for i in range(layers))
         first = self.integer(self.entry.dense_first, default=0) if self.entry.dense_first else 0
         every = self.integer("moe_layer_freq", "decoder_sparse_step", default=1) or 1
         only = self.raw.get("mlp_only_layers") or []
@@ -371,6 +414,8 @@ class _Reader:
             raise self.fail(f"rope_scaling = {short(scaling)}: must be an object")
         if "full_attention" in scaling:  # one for each kind of layer
             scaling = scaling["full_attention"]
+            if not isinstance(scaling, Mapping):
+                raise self.fail(f"rope_parameters.full_attention = {short(scaling)}: must be an object")
         kind = str(scaling.get("rope_type", scaling.get("type", "default")))
         if kind in ("default", "llama3", "longrope", "su", "mrope", "proportional") or self.model_type == "gemma3_text":
             return limit

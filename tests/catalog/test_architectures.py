@@ -100,6 +100,40 @@ PUBLISHED: dict[str, tuple[Raw, float, float]] = {
                           num_experts_per_tok=8, moe_intermediate_size=1408, first_k_dense_replace=1, attention_bias=True),
                     106.85, 184),
     "gpt-oss-20b": (GPT_OSS_20B, 20.91, 48),
+    # names of their own for the same sizes
+    "ChatGLM3-6B": ({"model_type": "chatglm", "num_layers": 28, "hidden_size": 4096, "ffn_hidden_size": 13696, "kv_channels": 128,
+                     "num_attention_heads": 32, "multi_query_attention": True, "multi_query_group_num": 2, "seq_length": 8192,
+                     "padded_vocab_size": 65024, "add_qkv_bias": True, "add_bias_linear": False, "rmsnorm": True,
+                     "torch_dtype": "float16"}, 6.244, 28),
+    "GLM-4-9B-Chat": ({"model_type": "chatglm", "num_layers": 40, "num_hidden_layers": 40, "hidden_size": 4096,
+                       "ffn_hidden_size": 13696, "kv_channels": 128, "num_attention_heads": 32, "multi_query_attention": True,
+                       "multi_query_group_num": 2, "seq_length": 131072, "padded_vocab_size": 151552, "add_qkv_bias": True,
+                       "rope_ratio": 500}, 9.400, 40),
+    "DBRX": ({"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768, "vocab_size": 100352,
+              "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000}, "ffn_config": {
+                  "ffn_hidden_size": 10752, "model_type": "", "moe_jitter_eps": 0, "moe_loss_weight": 0.05, "moe_num_experts": 16,
+                  "moe_top_k": 4}}, 131.596, 160),
+    "Baichuan2-13B": ({"model_type": "baichuan", "num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13696,
+                       "num_attention_heads": 40, "vocab_size": 125696, "model_max_length": 4096, "z_loss_weight": 0},
+                      13.897, 800),
+    "Qwen-7B": ({"model_type": "qwen", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 22016,
+                 "kv_channels": 128, "num_attention_heads": 32, "vocab_size": 151936, "seq_length": 8192, "no_bias": True, "use_logn_attn": True},
+                7.721, 512),
+    "Hunyuan-A13B": (dense("hunyuan_v1_moe", 32, 4096, 3072, 32, 8, 128167, 32768, attention_head_dim=128, num_experts=64,
+                           moe_topk=[8] * 32, moe_intermediate_size=[3072] * 32, num_shared_expert=[1] * 32, use_qk_norm=True,
+                           cla_share_factor=2, use_cla=False, tie_word_embeddings=True), 80.393, 128),
+    "Command-R7B": (dense("cohere2", 32, 4096, 14336, 32, 8, 256000, 8192, head_dim=128, sliding_window=4096, layer_switch=4,
+                          sliding_window_pattern=4, order_of_interleaved_layers="local_attn_first"), 8.028, 128),
+    "EXAONE-3.5-7.8B": ({"model_type": "exaone", "num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+                         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 102400,
+                         "max_position_embeddings": 32768, "activation_function": "silu"}, 7.818, 128),
+    "MiniCPM-2B": (dense("minicpm", 40, 2304, 5760, 36, 36, 122753, 4096, scale_emb=12, dim_model_base=256, scale_depth=1.4),
+                   2.725, 360),
+    # Its file says that the head is its own, unlike the 3B's and the 7B's.
+    "StarCoder2-15B": (dense("starcoder2", 40, 6144, 24576, 48, 4, 49152, 16384, sliding_window=4096, use_bias=True,
+                             tie_word_embeddings=False), 15.958, 80),
+    "Kimi-K2": (DEEPSEEK_V3 | {"model_type": "kimi_k2", "first_k_dense_replace": 1, "n_routed_experts": 384, "vocab_size": 163840,
+                               "num_attention_heads": 64, "num_key_value_heads": 64}, 1026.41, 68.625),
 }
 
 
@@ -161,6 +195,18 @@ def test_layers_left_in_16_bits_are_counted(tmp_path: Path) -> None:
     model = read(tmp_path, PUBLISHED["Llama-3.1-8B"][0] | {"quantization_config": {
         "quant_method": "fbgemm_fp8", "modules_to_not_convert": skipped}})
     assert (model.attention_bits, model.mlp_bits, model.head_bits) == (16, 8 * 0.75 + 16 * 0.25, 16)
+
+
+@pytest.mark.parametrize("layers", ["language_model.model.layers", "model.language_model.layers"])
+def test_layers_of_a_model_for_several_media_are_called_otherwise(layers: str, tmp_path: Path) -> None:
+    """Half of the MLPs and no attention in 16 bits; the vision tower is not counted."""
+    skipped = ["re:vision_tower.*", "lm_head", *(f"{layers}.{i}.mlp.{one}_proj" for i in range(16) for one in
+                                                    ("gate", "up", "down"))]
+    model = read(tmp_path, {"model_type": "llava", "text_config": PUBLISHED["Llama-3.1-8B"][0], "vision_config": {},
+                            "quantization_config": {"quant_method": "compressed-tensors", "ignore": skipped, "config_groups": {
+                                "group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                                            "input_activations": {"num_bits": 8, "type": "float"}}}}})
+    assert (model.attention_bits, model.mlp_bits, model.gemm_dtype) == (8, 12, "fp8")
 
 
 @pytest.mark.parametrize(("name", "window"), [
@@ -235,10 +281,32 @@ LLAMA = PUBLISHED["Llama-3.1-8B"][0]
     ({"tie_word_embeddings": "yes"}, "must be true or false"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "'bitsandbytes': not modelled"),
     ({"quantization_config": {"quant_method": "awq", "bits": 5}}, "bits = 5: must be 2, 3, 4 or 8"),
-    ({"quantization_config": [4]}, "must be an object")])
+    ({"quantization_config": [4]}, "must be an object"),
+    ({"num_hidden_layers": 10**18}, "num_hidden_layers = 1000000000000000000: must be a whole number, 0 to 10"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000: must be a whole number, 1 to 10,000"),
+    ({"hidden_size": -1}, "hidden_size = -1: must be"), ({"hidden_size": "4096"}, "hidden_size = '4096': must be"),
+    ({"num_attention_heads": 31, "num_key_value_heads": 31},
+     "hidden_size = 4096: must be a multiple of num_attention_heads = 31"),
+    ({"num_layers": 31}, "num_hidden_layers = 32 and num_layers = 31: one size, must be equal"),
+    ({"head_dim": 128, "kv_channels": 64}, "head_dim = 128 and kv_channels = 64: one size"),
+    ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention = 3: must be an object"),
+    ({"model_type": "llama4_text"}, "attention_chunk_size .model_type 'llama4_text'.: layers that attend within chunks"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 4}}},
+     "kv_cache_scheme = .*must be an object with num_bits = 8, or null"),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": {
+        "weights": {"num_bits": 4, "type": "int"}, "input_activations": {"num_bits": 8, "type": "int"}}}}},
+     "input_activations beside weights of 4 bits: not modelled")])
 def test_what_cannot_be_modelled_is_refused_by_name(change: Raw, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, LLAMA | change)
+
+
+def test_layers_that_share_a_cache_or_differ_are_refused(tmp_path: Path) -> None:
+    hunyuan = PUBLISHED["Hunyuan-A13B"][0]
+    with pytest.raises(ConfigError, match="use_cla = True: not known of model_type 'hunyuan_v1_moe'"):
+        read(tmp_path, hunyuan | {"use_cla": True})
+    with pytest.raises(ConfigError, match=r"moe_topk = .*: sizes that differ by layer are not modelled"):
+        read(tmp_path, hunyuan | {"moe_topk": [8, 4]})
 
 
 def test_an_architecture_is_known_by_its_class_too(tmp_path: Path) -> None:
