@@ -27,7 +27,7 @@ from bullet.devices.fitted import DeviceModel
 from bullet.devices.terms import FittedWork
 from bullet.errors import ProfileError
 from bullet.sim.run import simulate
-from bullet.validation.serving import A100_40GB, SENT_MEANS, build_device, build_workload, metrics_of, run_config, simulate_point
+from bullet.validation.serving import SENT_MEANS, build_device, build_workload, metrics_of, run_config, simulate_point
 from bullet.validation.serving_points import Point, shipped
 
 FILE = "muxserve_a100_80gb_mps_sweep_7b_13b_tp1.csv.gz"
@@ -116,7 +116,7 @@ def main() -> None:
         show(f"  simulated, each prompt {SENT_MEANS[0]:.0f} tokens", served(point, a100, round(SENT_MEANS[0])))
         show(f"  simulated, time of 1., each prompt {SENT_MEANS[0]:.0f} tokens", served(point, slow, round(SENT_MEANS[0])))
     print("4. simulated prefill of 16 x 1024 in steps of 8 prompts, ms: whole, and with elementwise kernels free")
-    for gpu in (A100_40GB, a100.gpu):
+    for gpu in (get_gpu("a100-40gb"), a100.gpu):
         free = dataclasses.replace(a100.coefficients, rowwise_overhead_s=0.0,
                                    rowwise_bandwidth=dict.fromkeys(a100.coefficients.rowwise_bandwidth, 1e9))
         whole, bare = (2e3 * d.solo_seconds(d.prefill_work([(1024, 0)] * 8, 32, logits_seqs=8), gpu.num_sms)

@@ -113,12 +113,24 @@ class _Card:
 
     def spec(self, path: Path) -> GpuSpec:
         """The card; :class:`ConfigError` names the key that is out of range."""
+        for key, (least, most) in RANGES.items():
+            value = getattr(self, key)
+            if value is not None and not (least <= value <= most or (value == 0 and key in MAY_BE_ZERO)):
+                raise ConfigError(f"{path}: {key} = {value!r}: must be {least:g} to {most:,g}, in the key's own unit"
+                                  + (" (0: it has none)" if key in MAY_BE_ZERO else ""))
+        for key in ("peak_fp8_tflops", "peak_int8_tops"):
+            value = getattr(self, key)
+            if 0 < value < self.peak_bf16_tflops:
+                raise ConfigError(f"{path}: {key} = {value!r}: must be peak_bf16_tflops = {self.peak_bf16_tflops!r} or more, "
+                                  "or 0 where its tensor cores have none")
         for key, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 <= value < 1e9:
-                raise ConfigError(f"{path}: {key} = {value!r}: must be 0 or more, below 1e9")
             if isinstance(value, str) and (not value.isprintable() or len(value) > 1000):
                 raise ConfigError(f"{path}: {key} = {short(value)}: must be one line of text")
-        if not all(0 <= part < 100 for part in self.compute_capability):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,99}", self.name):
+            raise ConfigError(f"{path}: name = {short(self.name)}: must be letters, digits and . _ + -, as h100-sxm")
+        if not self.source:
+            raise ConfigError(f"{path}: source = '': must say where the numbers stand, as \"NVIDIA H100 data sheet\"")
+        if not (1 <= self.compute_capability[0] <= 20 and 0 <= self.compute_capability[1] < 10):
             raise ConfigError(f"{path}: compute_capability = {self.compute_capability}: must be two whole numbers, as [9, 0]")
         if self.like and self.like not in FITTED:
             raise ConfigError(f"{path}: like = {short(self.like)}: must be one of {', '.join(FITTED)}, which were measured")
@@ -132,6 +144,13 @@ class _Card:
         except ConfigError as exc:
             raise ConfigError(f"{path}: {exc}") from None
 
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "num_sms": (1, 4096), "peak_bf16_tflops": (1, 1e5), "peak_fp8_tflops": (1, 1e6), "peak_int8_tops": (1, 1e6),
+    "mem_gb_per_s": (10, 1e5), "mem_gib": (1, 4096), "l2_mib": (0.1, 8192), "link_gb_per_s": (0.1, 1e5),
+    "host_link_gb_per_s": (0.1, 1e4), "gpus_per_node": (1, 1024), "bandwidth_knee_sms": (1, 4096)}
+"""Wider than any card that there is: what lies outside is in another unit (TB/s, MiB, operations without the tera)."""
+MAY_BE_ZERO = ("peak_fp8_tflops", "peak_int8_tops", "l2_mib")
 
 FITTED = ("a100-80gb", "h100", "rtx4090")
 """Cards with a measured profile of their own among the shipped ones."""
@@ -161,20 +180,36 @@ class _Catalog(Mapping[str, GpuSpec]):
 GPUS: Mapping[str, GpuSpec] = _Catalog()
 
 
+NOISE = r"\b(nvidia|tesla|geforce|gpu|graphics|hbm[0-9]e?|blackwell|(server|workstation) edition)\b"
+"""What makers and drivers add to a name."""
+
+
 def plain(name: str) -> str:
     """A name without what people write differently: case, makers, spaces and dashes."""
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"\b(nvidia|tesla|geforce|gpu)\b", "", name.lower().replace("-", " ").replace("_",
-                                                                                                                         " ")))
+    text = re.sub(r"\bsxm[0-9]\b", "sxm", re.sub(r"[-_ ]+", " ", name.lower()))
+    return re.sub(r"[^a-z0-9]", "", re.sub(NOISE, "", text))
 
 
 def get_gpu(name: str) -> GpuSpec:
     """A built-in GPU by name (``H100``, ``h100-sxm`` and ``NVIDIA H100 80GB HBM3`` are one), or the path of a card's TOML."""
     if name in GPUS:
         return GPUS[name]
-    if name.endswith(".toml"):
-        return GpuSpec.from_toml(name)
+    if name.lower().endswith(".toml"):
+        card = GpuSpec.from_toml(name)
+        if card.name in GPUS and card != GPUS[card.name]:  # whose fit it would be given
+            raise ConfigError(f"{name}: name = {card.name!r}: is a built-in card's, whose numbers are others: "
+                              "give it another name")
+        return card
     wanted = plain(name)
-    for gpu in GPUS.values():
-        if wanted and wanted in {plain(gpu.name), *map(plain, gpu.aliases)}:
+    known = {plain(said): gpu for gpu in GPUS.values() for said in (gpu.name, *gpu.aliases)}
+    # A size of memory may stand anywhere, if it is the card's.
+    size = re.search(r"\b([0-9]+) ?(gb|gib)\b", re.sub(r"[-_]", " ", name.lower()))
+    for said in (wanted, wanted.replace(size[1] + size[2], "") if size else ""):
+        gpu = known.get(said)
+        if gpu is not None and (said == wanted or (size and round(gpu.mem_bytes / GIB) == int(size[1]))):
             return gpu
-    raise ConfigError(f"unknown gpu {name!r}: choose one of {', '.join(GPUS)}, or give a card's data sheet as a .toml file")
+    import difflib
+
+    close = dict.fromkeys(known[said].name for said in difflib.get_close_matches(wanted, known, 3, 0.6)) if wanted else ()
+    near = f"did you mean {' or '.join(close)}? " if close else ""
+    raise ConfigError(f"unknown gpu {name!r}: {near}choose one of {', '.join(GPUS)}, or give a card's data sheet as a .toml file")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet.catalog.gpus import GpuSpec, get_gpu
+from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
 from bullet.config import KV_BLOCK_TOKENS, DeviceConfig, RunConfig, WorkloadConfig, load_run_config
 from bullet.devices.fitted import DeviceModel
@@ -31,7 +31,7 @@ from bullet.errors import ConfigError
 from bullet.files import write_json, write_text
 from bullet.results.columns import RunOutcome
 from bullet.results.plots import plot_points, save
-from bullet.units import GIB, GIGA, MILLI
+from bullet.units import GIB, MILLI
 from bullet.validation.serving_points import Point
 from bullet.workload import Workload, load_builtin, stream
 from bullet.workload.arrivals import draw_arrivals
@@ -55,10 +55,6 @@ SYSTEM_PROMPT_BLOCKS = 6
 """Full KV blocks in the 100 tokens of system prompt that the constant-rate runs share."""
 TARGETS = {"tpot": 0.10, "ttft": 0.20, "batch": 0.10}
 """Relative error aimed at; a static batch's time is nearly all TPOT."""
-
-# NVIDIA A100 data sheet, 40GB SXM: 1,555 GB/s; the rest is the 80GB part's. Efficiencies are taken to be the same.
-A100_40GB = dataclasses.replace(get_gpu("a100-80gb"), name="a100-40gb", mem_bytes_per_s=1555 * GIGA, mem_bytes=40 * GIB,
-                                source="NVIDIA A100 40GB SXM data sheet")
 
 
 @dataclass(frozen=True)
@@ -98,28 +94,20 @@ def get_engine(point: Point) -> Engine:
 
 def build_device(point: Point, host_gap_s: float = 0.0) -> DeviceModel:
     """The shipped profile of the point's GPU, or the data sheet's, with a host gap for diagnosis."""
-    gpu: GpuSpec = A100_40GB if point.gpu == A100_40GB.name else get_gpu(point.gpu)
-    device = load_fitted(DeviceConfig(model=MODEL, gpu=_profile_gpu(point)))
+    device = load_fitted(DeviceConfig(model=MODEL, gpu=point.gpu))
     coefficients = dataclasses.replace(device.coefficients, host_gap_s=device.coefficients.host_gap_s + host_gap_s)
-    if gpu is A100_40GB:
-        coefficients = dataclasses.replace(coefficients, source=f"a100-80gb's fit at {gpu.mem_bytes_per_s / GIGA:,.0f} GB/s")
-    return DeviceModel(get_model(MODEL), gpu, coefficients)
-
-
-def _profile_gpu(point: Point) -> str:
-    return "a100-80gb" if point.gpu == A100_40GB.name else point.gpu
+    return DeviceModel(get_model(MODEL), device.gpu, coefficients)
 
 
 def run_config(point: Point, seed: int = 0) -> RunConfig:
     """The ordinary run configuration that stands for a point's engine."""
     engine = get_engine(point)
-    gpu = A100_40GB if point.gpu == A100_40GB.name else get_gpu(point.gpu)
-    memory = DeviceConfig(model=MODEL, gpu=_profile_gpu(point), memory_utilization=point.kv_share or engine.memory,
+    memory = DeviceConfig(model=MODEL, gpu=point.gpu, memory_utilization=point.kv_share or engine.memory,
                           reserve_bytes=engine.reserve_bytes)
     return load_run_config(None, {
         "workload.trace": "sharegpt", "workload.num_requests": None, "seed": seed,
-        "device.gpu": _profile_gpu(point), "device.model": MODEL,
-        "device.kv_tokens": kv_capacity_tokens(get_model(MODEL), gpu, memory),
+        "device.gpu": point.gpu, "device.model": MODEL,
+        "device.kv_tokens": kv_capacity_tokens(get_model(MODEL), get_gpu(point.gpu), memory),
         "policy.name": engine.policy.format(budget=point.budget_tokens), "policy.options": dict(engine.options)})
 
 

@@ -43,14 +43,23 @@ def test_data_sheets(name: str, sms: int, tflops: float, gb_per_s: float, gib: i
                                                                                                        "a100-80gb-pcie"),
     ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"), ("NVIDIA GeForce RTX 4090", "rtx4090"),
     ("RTX 4090", "rtx4090"), ("rtx-pro-6000", "rtxpro6000"), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
-    ("NVIDIA H200", "h200"), ("NVIDIA A10G", "a10g"), ("Tesla L4", "l4")])
+    ("NVIDIA H200", "h200"), ("NVIDIA A10G", "a10g"), ("Tesla L4", "l4"),
+    ("h100_sxm5_80gb", "h100"), ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"), ("H20 96GB", "h20"),
+    ("RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000")])
 def test_names_are_forgiving(written: str, name: str) -> None:
     assert get_gpu(written).name == name
 
 
-@pytest.mark.parametrize("written", ["", "h", "100", "v100", "h1000"])
+@pytest.mark.parametrize("written", ["", "h", "100", "v100", "h1000", "h100 96gb", "rtx 4090 d", "rtx 3090 ti"])
 def test_but_not_guessed(written: str) -> None:
     with pytest.raises(ConfigError, match="unknown gpu"):
+        get_gpu(written)
+
+
+@pytest.mark.parametrize(("written", "near"), [("GH200", "h200"), ("L40", "l40s or l4"), ("A10", "a10g"),
+                                             ("RTX 4090 D", "rtx4090")])
+def test_the_nearest_names_are_told(written: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown gpu '{written}': did you mean {near}"):
         get_gpu(written)
 
 
@@ -78,13 +87,19 @@ def test_a_card_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
-    ("num_sms = 100\n", "", "'num_sms' is missing"), ("num_sms = 100", "num_sms = 0", "num_sms = 0: must be positive"),
+    ("num_sms = 100\n", "", "'num_sms' is missing"), ("num_sms = 100", "num_sms = 0", "num_sms = 0: must be 1 to 4,096"),
     ("num_sms = 100", "num_sms = 1.5", "num_sms = 1.5: must be a whole number"), ("num_sms = 100", "num_sms = true",
                                                                                   "num_sms = True"),
     ("mem_gib = 48", "mem_gib = nan", "nan is no finite number"), ("mem_gib = 48", 'mem_gib = "48"', "mem_gib = '48'"),
     ("mem_gib = 48", "mem_gb = 48", "unknown key 'mem_gb'"),
     ("[9, 0]", "9", "compute_capability = 9: must be a list"), ("[9, 0]", "[9]", r"must be a list of length 2"),
     ('"made up"', '"a\\u001b[2J"', "holds a control character"), ("num_sms = 100", "num_sms = ", "cannot be read as a TOML card"),
+    ("= 1000", "= 0", "mem_gb_per_s = 0.0: must be 10 to 100,000"), ("= 1000", "= 2.04", "mem_gb_per_s = 2.04: must be 10"),
+    ("= 200", "= 200e12", "peak_bf16_tflops = 2"), ("= 48", "= 49152", "mem_gib = 49152.0: must be 1 to 4,096"),
+    ("= 48", "= 48\nlink_gb_per_s = 0", "link_gb_per_s = 0.0"), ("= 48", "= 48\ngpus_per_node = 0", "gpus_per_node = 0"),
+    ("= 48", "= 48\npeak_fp8_tflops = 100", "peak_fp8_tflops = 100.0: must be peak_bf16_tflops = 200.0 or more"),
+    ("[9, 0]", "[90, 0]", "compute_capability"), ('"mine"', '"../mine"', "name = '../mine': must be letters"),
+    ('"made up"', '""', "source = '': must say where"), ('"mine"', '"h100"', "name = 'h100': is a built-in card's"),
     ('name = "mine"', 'name = "mine"\nlike = "v100"', "like = 'v100': must be one of a100-80gb")])
 def test_a_card_that_cannot_be_is_told_why(old: str, new: str, words: str, tmp_path: Path) -> None:
     assert old in CARD
