@@ -21,8 +21,10 @@ from bullet.cli.lifecycle import command
 from bullet.errors import ConfigError
 from bullet.gpu.splits import Split
 from bullet.profiler import session, stages, summary
+from bullet.profiler.bench import DeviceLostError
 from bullet.profiler.plan import LEAD_S, PARTS
 from bullet.profiler.session import Target
+from bullet.signals import warn
 
 PROG = "bullet-profile"
 
@@ -132,7 +134,11 @@ def measure(args: argparse.Namespace) -> int:
         summary.table(args.out, say=say)
         return 0
     if args.command == "check":
-        report = session.check(target, args.out, say=say)
+        try:
+            report = session.check(target, args.out, say=say)
+        except DeviceLostError as exc:
+            warn(f"{PROG}: error: {exc}")
+            return 3
         return 0 if target.device == "simulated" or (report.proven and not report.refused) else 1
     asked = {"model": args.model, "budget_s": args.budget_s, "seed": args.seed, "skip": args.skip,
              "parts": args.parts or tuple(PARTS)}

@@ -13,12 +13,12 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from bullet.catalog.models import ModelSpec
-from bullet.errors import PartitionError, ProfileError, one_line
+from bullet.errors import PartitionError, ProfileError, ResultsError, one_line
 from bullet.gpu.partition import Lane, Pair, PartitionTable, green_context_table, software_table, unpartitioned_table
 from bullet.gpu.splits import Split, granularity, legal_splits, nearest_split
 from bullet.profiler import cells, timing
@@ -255,9 +255,24 @@ class CudaBench:
     def _seconds(ran: Ran, graph: Graph) -> list[float]:
         return [(i.end_s - i.start_s) / graph.repeats for i in ran.intervals[1:]]
 
-    def keep_evidence(self, path: Path) -> None:
-        """From now on write what every captured operation consists of to ``path`` (:mod:`bullet.profiler.evidence`)."""
-        self.graphs.evidence = Evidence(path, self.table.driver)
+    def keep_evidence(self, path: Path, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """From now on write what every captured operation consists of to ``path`` (:mod:`bullet.profiler.evidence`), each inside
+        ``within``."""
+        self.graphs.evidence = Evidence(path, self.table.driver, within)
+
+    def require_answer(self, what: str) -> None:
+        """:class:`DeviceLostError` if the device was lost in ``what``."""
+        try:
+            with bounded(what):
+                self._cuda.synchronize()
+        except RuntimeError as lost:
+            raise self._lost(what, "", lost) from None
+
+    @staticmethod
+    def _lost(what: str, message: str, lost: Exception, advice: str = "") -> DeviceLostError:
+        said = f"{message}; " if message else ""
+        return DeviceLostError(f"{what}: {said}the GPU answers no more ({one_line(lost, 200)}): rows until here are kept; run "
+                               f"the same command again to resume{advice}")
 
     def enter_contexts(self) -> bool:
         """From now on make a lane's green context current wherever its stream is; False if there is no such thing.
@@ -280,16 +295,14 @@ class CudaBench:
         """Errors of torch, triton and the driver become one line: this point's, or the device's if it answers no more."""
         try:
             yield
-        except (ProfileError, AssertionError):  # ours
+        except (ProfileError, ResultsError, AssertionError):  # ours
             raise
         except Exception as exc:  # whatever a compiler, a launch or an allocation may raise
             message = one_line(exc, 200) or type(exc).__name__
             try:
                 self._cuda.synchronize()
             except RuntimeError as lost:
-                raise DeviceLostError(
-                    f"{what}: {message}; the GPU answers no more ({one_line(lost, 200)}): rows until here are kept; run the "
-                    f"same command again to resume, with --skip {op} if it fails there again") from None
+                raise self._lost(what, message, lost, f", with --skip {op} if it fails there again") from None
             if "out of memory" in message.lower():
                 self.graphs.drop()
                 raise OutOfMemoryError(f"out of GPU memory ({message[:80]}): end other processes or leave the shape out "
@@ -305,6 +318,7 @@ class CudaBench:
                 self.graphs.gate(1e-5)
                 self._cuda.synchronize()
         except Exception as exc:  # no C compiler, a driver too old for its PTX, ..
+            self.require_answer("the first kernel of ours")
             self.graphs.kernels = None
             return one_line(exc, 200) or type(exc).__name__
         return ""

@@ -118,10 +118,10 @@ class CheckReport:
                 return ("proven", "") if not reasons else ("unproven", "; ".join(reasons))
         return "unproven", "pair was not checked"
 
-    def write(self, path: Path) -> None:
-        """As JSON, SM sets and overlaps included."""
+    def write(self, path: Path, plan: Sequence[str] = ()) -> None:
+        """As JSON, SM sets and overlaps included; ``plan``: what will be measured on them, in lines."""
         make_folder(path.parent)
-        write_text(path, json.dumps({"proven": self.proven, **asdict(self)}, indent=1) + "\n")
+        write_text(path, json.dumps({"proven": self.proven, **asdict(self), "plan": list(plan)}, indent=1) + "\n")
 
     def lines(self) -> list[str]:
         """The verdicts for printing, one line a pair."""
@@ -138,7 +138,7 @@ class CheckReport:
             out.append(f"  {p.granted!s:>8}{asked}  {'PROVEN  ' if p.proven else 'UNPROVEN'}  {tail}; "
                        f"made in {p.creation_s * 1e3:.1f} ms")
         out += [f"  {split!s:>8}  REFUSED   {reason}" for split, reason in self.refused]
-        if self.pairs:
+        if self.pairs and (self.control_sms or self.control_reasons):
             control = "; ".join(self.control_reasons) or f"plain stream saw all {self.control_sms} SMs, and two plain " \
                                                         "streams overlap as they should"
             out.append(f"  negative control: {'FAILED: ' if self.control_reasons else ''}{control}")

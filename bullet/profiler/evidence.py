@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from bullet.errors import one_line
+from bullet.errors import ResultsError, one_line
 
 KINDS = {0: "kernel", 1: "memcpy", 2: "memset"}
 """CUgraphNodeType."""
@@ -60,20 +62,28 @@ def faults(record: Mapping[str, Any]) -> list[str]:
 class Evidence:
     """Appends records to ``path``; keeps what :func:`faults` finds. ``driver``: :class:`bullet.gpu.driver.Driver`, or None."""
 
-    def __init__(self, path: Path | None, driver: Any = None) -> None:
-        self.path, self.driver = path, driver
+    def __init__(self, path: Path | None, driver: Any = None,
+                 within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """``within``: around each reading, so that a crash in it is known for what it was."""
+        self.path, self.driver, self.within = path, driver, within
         self.seen: set[tuple[Any, ...]] = set()
         self.records, self.faults = 0, list[str]()
         self.missing = ""
 
     def wants(self, key: tuple[Any, ...]) -> bool:
-        """Whether this (operation, lane) was not kept yet."""
-        return self.path is not None and key not in self.seen
+        """Whether this (operation, lane) was not kept yet; asked once."""
+        if self.path is None or key in self.seen:
+            return False
+        self.seen.add(key)
+        return True
 
-    def keep(self, key: tuple[Any, ...], graph: Any, about: Mapping[str, Any], lane_context: Any = None) -> None:
+    def cannot(self, why: object) -> None:
+        """Said once, at the end."""
+        self.missing = self.missing or one_line(why, 160) or type(why).__name__
+
+    def keep(self, graph: Any, about: Mapping[str, Any], lane_context: Any = None) -> None:
         """One captured ``torch.cuda.CUDAGraph(keep_graph=True)``. What cannot be read is said once and costs no row."""
         assert self.path is not None
-        self.seen.add(key)
         record: dict[str, Any] = {**about, "context": None, "nodes": None, "dot": None}
         try:
             if self.driver is not None:
@@ -81,23 +91,38 @@ class Evidence:
                     record["context"] = int(self.driver.call("cuCtxFromGreenCtx", lane_context))
                 record["nodes"] = nodes_of(self.driver, graph.raw_cuda_graph())
         except Exception as exc:  # a binding or driver without the call: the DOT may still be there
-            self.missing = self.missing or one_line(exc, 160) or type(exc).__name__
+            self.cannot(exc)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "graph.dot"
                 graph.debug_dump(str(file))
                 record["dot"] = file.read_text(errors="replace")
         except Exception as exc:
-            self.missing = self.missing or one_line(exc, 160) or type(exc).__name__
-        with self.path.open("ab") as out:
-            out.write(gzip.compress((json.dumps(record) + "\n").encode()))
+            self.cannot(exc)
+        self._append(self.path, gzip.compress((json.dumps(record) + "\n").encode()))
         self.records += 1
         self.faults += faults(record)
+
+    def _append(self, path: Path, member: bytes) -> None:
+        """Whole or not at all: behind half a member nothing is read."""
+        try:
+            with path.open("ab", buffering=0) as out:
+                whole = os.fstat(out.fileno()).st_size
+                try:
+                    while member:
+                        member = member[out.write(member):]
+                except OSError:
+                    os.truncate(path, whole)
+                    raise
+        except OSError as exc:
+            raise ResultsError(f"{path}: cannot be written ({exc.strerror}): rows until here are kept") from None
 
     def lines(self) -> list[str]:
         """For the summary."""
         if self.path is None or not (self.records or self.missing):
             return []
+        if not self.records:
+            return [f"Where kernels ran is not known: {self.missing}"]
         said = [f"Where kernels ran: {self.records} graphs in {self.path.name}, "
                 + (f"{len(self.faults)} faults" if self.faults else "no fault found in them")
                 + (f" (not all could be read: {self.missing})" if self.missing else "")]

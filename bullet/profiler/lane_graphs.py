@@ -32,10 +32,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bullet.catalog.models import ModelSpec
-from bullet.errors import one_line
+from bullet.errors import ResultsError, one_line
 from bullet.gpu.partition import Lane, PartitionTable
 from bullet.profiler import timing
-from bullet.profiler.bench import Load, PointError, no_limit
+from bullet.profiler.bench import DeviceLostError, Load, PointError, no_limit
 from bullet.profiler.blas import SmTarget
 from bullet.profiler.card import Props
 from bullet.profiler.evidence import Evidence
@@ -215,11 +215,23 @@ class LaneGraphs:
         return self.captured[key]
 
     def _keep_evidence(self, op: str, lane: Lane, told: bool, work: Any) -> None:
-        """One repetition once more, in a graph that is kept whole and never launched."""
-        key = (op, id(lane.stream), lane.sms, told)
-        if self.evidence.wants(key):
-            graph = self.capture_repeats(lane, work, 1, None, keep_graph=True).graph
-            self.evidence.keep(key, graph, {"op": op, "lane": lane.name, "sms": lane.sms, "told": told}, lane.context)
+        """One repetition once more, in a graph that is kept whole and never launched. It costs no row: a torch that keeps no
+        graph, or a driver that does not tell, is said at the end."""
+        if not self.evidence.wants((op, id(lane.stream), lane.sms, told)):
+            return
+        with self.evidence.within():
+            try:
+                graph = self.capture_repeats(lane, work, 1, None, keep_graph=True).graph
+                self.evidence.keep(graph, {"op": op, "lane": lane.name, "sms": lane.sms, "told": told}, lane.context)
+            except ResultsError:
+                raise
+            except Exception as exc:
+                self.evidence.cannot(exc)
+                try:
+                    self.cuda.synchronize()
+                except RuntimeError as lost:
+                    raise DeviceLostError(f"reading the graph of {op}: the GPU answers no more ({one_line(lost, 200)}): rows "
+                                          "until here are kept; the same command resumes, without this reading") from None
 
     def control(self, name: str, lane: Lane) -> Graph:
         """A contention source bounded to the lane's SMs; without triton, torch's own copy for the memory stream."""
@@ -338,11 +350,19 @@ class LaneGraphs:
         for lane in lanes.values():  # what is still under way ends before the gate, or a lane would start late
             if lane.stream is not first.stream:
                 before = cuda.Event(enable_timing=True)
-                before.record(lane.stream)
+                with self.on(lane):  # an event is made in the context that is current, and may be of no use in another
+                    before.record(lane.stream)
                 first.stream.wait_event(before)
         with self.on(first):
             self.gate(self._gate_s(windows[0]))
             opened.record(first.stream)
+        # Each lane's own zero, for the same reason: the gate's end as it hears of it, some microseconds late.
+        zeros = {key: opened if lane is first else cuda.Event(enable_timing=True) for key, lane in lanes.items()}
+        for key, lane in lanes.items():
+            if zeros[key] is not opened:
+                lane.stream.wait_event(opened)
+                with self.on(lane):
+                    zeros[key].record(lane.stream)
         ended = [opened]
         for window in queued:
             for one in window:
@@ -353,7 +373,8 @@ class LaneGraphs:
         cards = [self._watch(window, read_card) for window in queued]
         for one in queued[-1]:
             one.events[-1][1].synchronize()
-        return [[one.read(opened, card) for one in window] for window, card in zip(queued, cards, strict=True)]
+        return [[one.read(zeros[id(one.train.lane.stream)], card) for one in window]
+                for window, card in zip(queued, cards, strict=True)]
 
     @staticmethod
     def _gate_s(window: Sequence[Train]) -> float:
@@ -430,7 +451,7 @@ class _Queued:
         self.events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(train.count)]
 
     def read(self, opened: Any, card: dict[str, Any]) -> Ran:
-        """After the end: seconds since ``opened``."""
+        """After the end: seconds since ``opened``, the lane's zero."""
         intervals = [timing.Interval(opened.elapsed_time(start) * 1e-3, opened.elapsed_time(end) * 1e-3)
                      for start, end in self.events]
         cycles, nanoseconds = self.clock.cpu().tolist() if self.clock is not None else (0, 0)

@@ -1,23 +1,31 @@
 """How far a sweep has come, on disk at every point: what a process that ends without a word leaves to the next.
 
 ``progress.json``: ``now``, the point under way; ``cut``, points in which a process ended without a word, as by a time limit,
-which are tried once more; ``lost``, points in which the device was lost, or that were cut twice; ``tiers``, points measured and
-planned, of every part so far. Rows are in the journal; this says what not to try again, and what is whole.
+which are tried once more; ``lost``, points in which the device was lost or hung, or that were cut twice; ``tiers``, points
+measured and planned, of every part so far. Rows are in the journal; this says what not to try again, and what is whole. What is
+tried before the first point, and what is kept beside points, has a name of its own there (:data:`TRIALS`), so that a fault in it
+costs no point.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from bullet.errors import ResultsError
-from bullet.profiler.plan import Point
+from bullet.profiler.bench import DeviceLostError
+from bullet.profiler.plan import SHARINGS, Point
 
 NAME = "progress.json"
 SUSPECT_POINTS = 2
-"""An operation that is in so many lost points is left out altogether."""
+"""What is in so many lost points is left out altogether."""
+TRIALS = {"kernels": "the first kernel of ours", "proof": "the partitions' proof", "gemm": "the GEMM on a quarter of the SMs",
+          "layers": "the trial of the engine's layers", "evidence": "reading a captured graph"}
+"""What is no point and may lose the device too -> in words. It is not tried again after that; the proof, on which all rows rest,
+once more."""
 
 
 class Progress:
@@ -26,6 +34,8 @@ class Progress:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.now: str | None = None
+        self.found: str | None = None
+        """What was under way when the process before ended."""
         self.lost: list[str] = []
         self.cut: list[str] = []
         self.tiers: Mapping[str, tuple[int, int]] = {}
@@ -35,7 +45,12 @@ class Progress:
                 self.lost, self.cut = ([str(key) for key in found[name]] for name in ("lost", "cut"))
                 self.tiers = {str(tier): (int(done), int(planned)) for tier, (done, planned) in found["tiers"].items()}
                 if (now := found["now"]) is not None:
-                    (self.lost if now in self.cut else self.cut).append(str(now))
+                    self.found = str(now)
+                    if self.found in self.cut:
+                        self.cut.remove(self.found)
+                        self.lost.append(self.found)
+                    else:
+                        self.cut.append(self.found)
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 pass  # it was cut while it was written: nothing is known, and nothing is left out
 
@@ -59,30 +74,67 @@ class Progress:
             self.now = None
             self._write()
 
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Something of :data:`TRIALS` is under way; a device that is lost in it is not laid to the point around it."""
+        before, self.now = self.now, name
+        self._write()
+        try:
+            yield
+        except DeviceLostError:
+            self.lost.append(name)
+            before = None
+            raise
+        finally:
+            self.now = before
+            self._write()
+
+    def spoilt(self, name: str) -> str:
+        """Why not to try this of :data:`TRIALS`, or empty: a process has ended in it before."""
+        enough = self.lost.count(name) >= (2 if name == "proof" else 1)
+        return f"a process ended in {TRIALS[name]} before" if enough else ""
+
+    def settle(self) -> bool:
+        """A process of ours that was not cut from outside ended without a word, in a crash or a hang: what was under way is lost.
+        Whether anything was."""
+        if self.found is None:
+            return False
+        if self.found in self.cut:
+            self.cut.remove(self.found)
+            self.lost.append(self.found)
+        self._write()
+        return True
+
     def suspects(self) -> set[str]:
-        """Operations that are in :data:`SUSPECT_POINTS` lost points or more, and those of a point that was lost alone."""
-        ops: dict[str, int] = {}
+        """What is in :data:`SUSPECT_POINTS` lost points or more: what is particular about them (a load, a way of sharing, cuBLAS
+        that was told), or else their operations, of which one that was lost alone is certain."""
+        counts: dict[str, int] = {}
         for key in self.lost:
-            kind, _, _, shape, other, *_ = [*key.split("|"), "", "", "", "", ""]
-            for name in {shape.partition(":")[0], other.partition(":")[0]} - {""}:
-                ops[name] = ops.get(name, 0) + (SUSPECT_POINTS if kind == "solo" else 1)
-        return {op for op, count in ops.items() if count >= SUSPECT_POINTS}
+            kind, _, _, shape, other, *further = [*key.split("|"), *[""] * 5]
+            special = {word for word in further if word} | ({other} if kind == "control" else set())
+            ops = {shape.partition(":")[0], other.partition(":")[0]} - {""}
+            for name in special or ops:
+                counts[name] = counts.get(name, 0) + (SUSPECT_POINTS if kind == "solo" and not special else 1)
+        return {name for name, count in counts.items() if count >= SUSPECT_POINTS}
 
     def allows(self, point: Point) -> bool:
         """Whether to try it."""
         if point.key in self.lost:
             return False
-        return not self.suspects() & {point.shape.op, point.other.op if point.other else point.control}
+        special = {point.sharing if point.sharing != SHARINGS[0] else "", "told" if point.told else ""}
+        return not self.suspects() & {point.shape.op, point.other.op if point.other else point.control, *special}
 
     def _write(self) -> None:
         if self.path is None:
             return
         text = json.dumps({"now": self.now, "lost": self.lost, "cut": self.cut, "tiers": self.tiers}, indent=1) + "\n"
+        beside = self.path.with_suffix(".tmp")
         try:
-            beside = self.path.with_suffix(".tmp")
             beside.write_text(text, encoding="utf-8")
             beside.replace(self.path)
         except OSError as exc:
+            with suppress(OSError):  # half a file, whose room a full disk has use for
+                beside.unlink(missing_ok=True)
             raise ResultsError(f"{self.path}: cannot be written ({exc.strerror}): rows until here are kept") from None
 
 

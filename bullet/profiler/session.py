@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import ModelSpec, get_model
-from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, one_line, require
+from bullet.errors import BulletError, ConfigError, PartitionError, ProfileError, ResultsError, one_line, require
 from bullet.files import Claim
 from bullet.gpu.partition import PartitionTable, simulated_table
 from bullet.gpu.splits import IGNORE_SM_COSCHEDULING, Split, SplitRefusedError, granularity
@@ -36,6 +38,8 @@ from bullet.signals import Say, held, silent, warn
 
 CPU_BUDGET_S = 45.0
 GRAPHS = "graphs.jsonl.gz"
+CHECK_MODEL = "llama-3.1-8b"
+"""Whose GEMM a check runs on a quarter of the SMs: a tiny one is launch overhead, which no SM shortens."""
 DEVICES = ("cuda", "cpu", "simulated")
 BACKENDS = ("auto", "green-context", "software", "none")
 SKIPPABLE = (*shapes.OPS, *ENGINE_PHASES)
@@ -131,29 +135,31 @@ def _open_cuda(target: Target, model: ModelSpec, seed: int, say: Say, *, fall_ba
         say(f"{note}; going on with plain streams, and every row says so")
         bench, asked_core, fixed = open_("none")
     try:
-        broken = bench.try_kernels()
+        broken = _try_kernels(bench, progress)
         if broken:
             say(f"triton does not work here ({broken}): no probe, so nothing can be proven, and no ALU-spin control")
-        report = prove(bench, note, say)
+        report = prove(bench, note, say, progress)
         if fall_back and target.backend == "auto" and _useless(report):
             note = f"no partition: every probe on a green context failed ({report.pairs[0].reasons[0]})"
             say(f"{note}; going on with plain streams, and every row says so")
             _close(bench)
             bench, asked_core, fixed = open_("none")
-            bench.try_kernels()
-            report = prove(bench, note, say)
+            _try_kernels(bench, progress)
+            report = prove(bench, note, say, progress)
         core = [p.granted for p in bench.table.pairs if p.asked in asked_core] if bench.backend == "green-context" else []
         extra = [p.granted for p in bench.table.pairs if p.granted not in core] if core else []
         if bench.backend == "software":
             bench.table.allow(shapes.OPS[0], takes_num_sms=False)
         layers = shapes.ENGINE_LAYERS
+        _check_gemm(bench, report, progress)
         if fall_back:  # a sweep: what its rows will rest on, before the first of them
-            _check_gemm(bench, report)
             if why := _why_not(bench, layers, progress):
                 say(f"the engine's layers do not run here ({why}): torch's stand in for them")
                 layers = shapes.TORCH_LAYERS
-            if evidence is not None:
-                bench.keep_evidence(evidence)
+            if evidence is not None and (why := progress.spoilt("evidence")):
+                say(f"where kernels run is not kept: {why}")
+            elif evidence is not None:
+                bench.keep_evidence(evidence, partial(progress.within, "evidence"))
         fits = card.fits_in(model, 2, bench.free_bytes(), len(bench.table.pairs))
         # 1 s: plan and journal. The closing is part of the budget too.
         elapsed_s = time.monotonic() - started_s + 1 + closing_seconds(budget_s or 240.0)
@@ -167,11 +173,24 @@ def _open_cuda(target: Target, model: ModelSpec, seed: int, say: Say, *, fall_ba
         raise
 
 
-def _check_gemm(bench: Any, report: checking.CheckReport) -> None:
+def _try_kernels(bench: Any, progress: Progress) -> str:
+    """Why kernels of ours cannot be used, or empty."""
+    if why := progress.spoilt("kernels"):
+        bench.graphs.kernels = None
+        return why
+    with progress.within("kernels"):
+        broken: str = bench.try_kernels()
+    return broken
+
+
+def _check_gemm(bench: Any, report: checking.CheckReport, progress: Progress) -> None:
     if bench.backend != "green-context" or not bench.table.pairs:
         return
     try:
-        report.gemm, report.gemm_reasons = trials.check_gemm(bench)
+        if why := progress.spoilt("gemm"):
+            raise PointError(why)
+        with progress.within("gemm"):
+            report.gemm, report.gemm_reasons = trials.check_gemm(bench)
     except PointError as exc:
         report.gemm = [f"GEMM on a quarter of the SMs: not measured ({exc})"]
 
@@ -181,34 +200,36 @@ def _why_not(bench: Any, layers: tuple[str, str], progress: Progress) -> str:
     lost = sorted(progress.suspects().intersection(layers))
     if lost:
         return f"the device was lost in {', '.join(lost)} before"
-    progress.begin(planning.Point("solo", None, "full", shapes.Shape(layers[0], 128)))
-    try:
+    if why := progress.spoilt("layers"):
+        return why
+    with progress.within("layers"):
         return trials.try_layers(bench, layers)
-    except DeviceLostError:
-        progress.end(progress.tiers, lost=True)
-        raise
-    finally:
-        progress.end(progress.tiers)
 
 
-def prove(bench: Any, note: str, say: Say = silent) -> checking.CheckReport:
+def prove(bench: Any, note: str, say: Say = silent, progress: Progress | None = None) -> checking.CheckReport:
     """The check of a CUDA bench, its contexts made current where that proves more; ``note``: why there is nothing to prove."""
+    progress = progress or Progress(None)
     if bench.backend == "software":
         return checking.unchecked(bench.table, bench.gpu, "no partition: grids are bounded, nothing is isolated")
     if bench.backend != "green-context":
         return checking.unchecked(bench.table, bench.gpu, note)
-    try:
-        report = checking.run_check(bench.table, bench, bench.gpu)
-    except PartitionError as exc:
-        return checking.unchecked(bench.table, bench.gpu, str(exc))
-    if _misplaced(report) and bench.enter_contexts():
-        say(f"{report.num_proven} of {len(report.pairs)} pairs proven by streams alone; once more with each green context "
-            "made current")
-        again = checking.run_check(bench.table, bench, bench.gpu)
-        if again.num_proven <= report.num_proven:
-            bench.leave_contexts()
-        else:
-            report = again
+    if why := progress.spoilt("proof"):
+        return checking.unchecked(bench.table, bench.gpu, f"not proven: {why}")
+    with progress.within("proof"):
+        try:
+            report = checking.run_check(bench.table, bench, bench.gpu)
+        except PartitionError as exc:
+            return checking.unchecked(bench.table, bench.gpu, str(exc))
+        bench.require_answer("the partitions' proof")  # a lost device is no reason to do without partitions
+        if _misplaced(report) and bench.enter_contexts():
+            say(f"{report.num_proven} of {len(report.pairs)} pairs proven by streams alone; once more with each green context "
+                "made current")
+            again = checking.run_check(bench.table, bench, bench.gpu)
+            bench.require_answer("the partitions' proof")
+            if again.num_proven <= report.num_proven:
+                bench.leave_contexts()
+            else:
+                report = again
     return report
 
 
@@ -260,7 +281,7 @@ def check(target: Target = Target(), out: Path | None = None, *, say: Say = sile
         say("\n".join([*report.lines()[:2], *(f"  {p.granted!s:>8}  would be granted" for p in table.pairs)]))
         return report
     with nullcontext() if out is None else claimed(out):
-        session = _open_cuda(target, get_model("tiny"), 0, say, fall_back=False, started_s=time.monotonic())
+        session = _open_cuda(target, get_model(CHECK_MODEL), 0, say, fall_back=False, started_s=time.monotonic())
         try:
             if out is not None:
                 session.report.write(out / "check.json")
@@ -305,8 +326,12 @@ def _sweep(target: Target, out: Path, spec: ModelSpec, budget_s: float | None, s
            allowed: Callable[[planning.Point], bool], parts: Sequence[str], started_s: float, say: Say) -> SweepResult:
     progress = Progress(out / PROGRESS if target.device == "cuda" else None)  # no other device is lost
     if target.device == "cuda":
-        session = _open_cuda(target, spec, seed, say, fall_back=True, started_s=started_s, budget_s=budget_s, parts=parts,
-                             progress=progress, evidence=out / GRAPHS)
+        try:
+            session = _open_cuda(target, spec, seed, say, fall_back=True, started_s=started_s, budget_s=budget_s, parts=parts,
+                                 progress=progress, evidence=out / GRAPHS)
+        except DeviceLostError as exc:
+            warn(f"bullet-profile: error: {exc}")
+            return SweepResult(stopped=str(exc), status=3)
     else:
         session = (_open_cpu if target.device == "cpu" else _open_simulated)(target, spec, seed)
     bench, report = session.bench, session.report
@@ -328,9 +353,13 @@ def _sweep(target: Target, out: Path, spec: ModelSpec, budget_s: float | None, s
                     + (f", {len(journal.rows)} rows are there already" if journal.rows else ""), *plan.describe(bench.unit),
                     *[session.memory] * bool(session.memory)]
             say("\n".join(text))
-            summary.write_lines(out / "plan.txt", text)
-            result = run_sweep(bench, spec, plan, journal, report, budget_s=budget_s, started_s=started_s,
-                               fixed=session.fixed, say=say, progress=progress)
+            report.write(out / "check.json", plan=text)
+            try:
+                result = run_sweep(bench, spec, plan, journal, report, budget_s=budget_s, started_s=started_s,
+                                   fixed=session.fixed, say=say, progress=progress)
+            except ResultsError:  # a full disk takes no summary either
+                say(tier_line(progress.tiers))
+                raise
             with held():  # rows are there: their table is made however the sweep ended
                 evidence = bench.graphs.evidence.lines() if target.device == "cuda" else []  # type: ignore[attr-defined]
                 lost = [f"left out, since the device was lost there: {', '.join(progress.lost[:5])}"] * bool(progress.lost)
@@ -356,11 +385,19 @@ def _without(ops: Sequence[str]) -> Callable[[planning.Point], bool]:
     return lambda point: point.shape.op not in ops and (point.other is None or point.other.op not in ops)
 
 
+_LEFT = re.compile(r"(check\.json|samples\.parquet|summary\.txt)\.\d+\.tmp|(progress|engine\.tar)\.tmp")
+"""What a process that was killed in the midst of writing a file leaves beside it."""
+
+
 def claimed(out: Path) -> Claim:
     """The folder, and a look at what is in it before a device is opened: an error costs no device time then."""
-    rows = "samples.jsonl"  # a process may have been cut before its first row
-    claim = Claim(out, resumes=rows if (out / rows).exists() else PROGRESS)
+    # A process may have been cut before its first row, or while it wrote the first thing of all.
+    names = ["samples.jsonl", PROGRESS, str(Path(PROGRESS).with_suffix(".tmp"))]
+    claim = Claim(out, resumes=next((name for name in names if (out / name).exists()), names[0]))
     try:
+        for path in claim.folder.iterdir():
+            if _LEFT.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         samples = claim.folder / "samples.jsonl"
         if samples.exists() and samples.stat().st_size:
             read_journal(samples)

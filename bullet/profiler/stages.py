@@ -12,6 +12,8 @@ there.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -24,8 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bullet.errors import ConfigError, ResultsError
-from bullet.profiler import session
+from bullet.errors import BulletError, ConfigError, ResultsError
+from bullet.profiler import session, summary
+from bullet.profiler.progress import NAME as PROGRESS
+from bullet.profiler.progress import Progress
 from bullet.profiler.session import Target
 from bullet.signals import Say, silent
 
@@ -35,7 +39,7 @@ CLOSING_S = 6.0
 """Kept for the last archive and for what is printed."""
 LEAST_S = {"corun": 20.0, "own": 25.0, "engine": 60.0}
 """A part that has less is left out."""
-ATTEMPTS = 4
+ATTEMPTS = 6
 ARCHIVE_S = 5.0
 ENGINE = "engine.tar.gz"
 ENGINE_LOG = "engine.txt"
@@ -61,11 +65,22 @@ class Outcome:
 Run = Callable[[Sequence[str], float, Callable[[], None]], int]
 
 
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a child calls first, on Linux: SIGTERM when its parent has gone, however that was killed. None measures on beside the
+    next command."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+    return lambda: prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+
+
 def run_process(command: Sequence[str], limit_s: float, tick: Callable[[], None], *, log: Path | None = None) -> int:
     """Its exit status. After ``limit_s`` it is interrupted, as by Ctrl-C, and closes the device; 20 s later it is killed."""
     with (log.open("ab") if log is not None else open(os.devnull, "rb")) as stream, subprocess.Popen(
-            list(command), stdout=stream if log is not None else None, stderr=stream if log is not None else None) as process:
-        deadline, killed = time.monotonic() + limit_s, False
+            list(command), stdout=stream if log is not None else None, stderr=stream if log is not None else None,
+            preexec_fn=_end_with_parent()) as process:  # noqa: PLW1509 - it only calls the kernel
+        deadline, asked, killed = time.monotonic() + limit_s, False, False
         try:
             while True:
                 try:
@@ -75,7 +90,8 @@ def run_process(command: Sequence[str], limit_s: float, tick: Callable[[], None]
                 if time.monotonic() > deadline + 20 and not killed:
                     killed = True
                     process.kill()
-                elif time.monotonic() > deadline and process.poll() is None and not killed:
+                elif time.monotonic() > deadline and not asked:  # once: another would strike in the midst of its closing
+                    asked = True
                     process.send_signal(signal.SIGINT)
         except BaseException:
             process.send_signal(signal.SIGINT)
@@ -110,10 +126,11 @@ def stages(target: Target, out: Path, *, budget_s: float, arguments: Sequence[st
             command = [sys.executable, "-m", "bullet.cli.profile", "sweep", "--part", part, "--budget-s", f"{seconds:.0f}",
                        "--out", str(out), *arguments]
             codes.append(run(command, seconds, lambda: None))
-            if codes[-1] in (130, 143):
+            if codes[-1] in (130, 143) and left_s(part) > 0:  # before its time: somebody's signal
                 raise KeyboardInterrupt
-            if codes[-1] in (0, 2):
+            if codes[-1] in (0, 2, 130):
                 break
+            _settle(out)
             say(f"part {part} ended with status {codes[-1]}: rows until there are kept; once more in a fresh process")
 
     sweep_part("corun")
@@ -125,6 +142,13 @@ def stages(target: Target, out: Path, *, budget_s: float, arguments: Sequence[st
             say(f"no engine: {left_s('engine'):.0f} s are left, {LEAST_S['engine']:.0f} needed")
     outcome.lines = _last_lines(out)
     return outcome
+
+
+def _settle(out: Path) -> None:
+    """After a process that ended without a word: what was under way is lost, and the rows get their table."""
+    with contextlib.suppress(BulletError):
+        if (out / PROGRESS).exists() and Progress(out / PROGRESS).settle():
+            summary.table(out, say=silent)
 
 
 def _engine(out: Path, seconds: float, arguments: Sequence[str], outcome: Outcome, say: Say, run: Run) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 from bullet.errors import ProfileError, ResultsError
 from bullet.files import write_text
 from bullet.profiler.plan import CONTROLS
+from bullet.profiler.progress import NAME as PROGRESS
+from bullet.profiler.progress import Progress, tier_line
 from bullet.profiler.shapes import ENGINE_LAYERS, TORCH_LAYERS
 from bullet.profiler.sweep import SweepResult
 from bullet.profiles.journal import read_journal
@@ -255,7 +257,9 @@ def table(out: Path, *, say: Callable[[str], None]) -> None:
     if not _write_samples(out, rows, gpu, source):
         say("pyarrow is not installed: no samples.parquet")
     proven = {kind: sum(row["partition"] == kind for row in rows) for kind in ("proven", "unproven", "none")}
-    lines = fit([f"{len(rows)} rows of {gpu} ({source}): " + ", ".join(f"{n} {kind}" for kind, n in proven.items()),
+    progress = Progress(out / PROGRESS)
+    whole = [tier_line(progress.tiers)] * bool(progress.tiers)
+    lines = fit([f"{len(rows)} rows of {gpu} ({source}): " + ", ".join(f"{n} {kind}" for kind, n in proven.items()), *whole,
                  drift_line(rows)], tables(rows))
     write_lines(out / "summary.txt", lines)
     say("\n".join(lines))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bullet.catalog.models import ModelSpec, model_label
-from bullet.errors import ProfileError
+from bullet.errors import ProfileError, ResultsError
 from bullet.gpu.splits import Split
 from bullet.profiler.bench import Bench, BusyError, DeviceLostError, TimeUpError
 from bullet.profiler.cells import STEPS, Measurement
@@ -221,6 +221,11 @@ def run_sweep(bench: Bench, model: ModelSpec, plan: Plan, journal: Journal, repo
         result.stopped, result.status = str(exc), 3
     except BusyError as exc:
         result.stopped, result.status = str(exc), 2
+    except ResultsError:  # a full disk is no fault of the point
+        with suppress(ResultsError):
+            progress.end(tiers())
+            progress.close()
+        raise
     except KeyboardInterrupt as exc:
         progress.end(tiers())
         result.stopped, result.status, result.interrupt = str(exc) or "interrupted", exit_status(exc), exc

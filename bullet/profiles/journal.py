@@ -49,7 +49,11 @@ class Journal:
         except OSError:
             pass  # a file system without locks
         if not path.stat().st_size:
-            self._write({"schema": SCHEMA, "version": SCHEMA_VERSION, **self.identity})
+            try:
+                self._write({"schema": SCHEMA, "version": SCHEMA_VERSION, **self.identity})
+            except OSError:
+                os.truncate(path, 0)  # half a first line is no table
+                raise
             return
         header, self.rows, good_bytes = read_journal(path)
         _require_same(path, header, self.identity)

@@ -3,14 +3,22 @@
 Work takes the seconds that :meth:`FakeCuda.launch` is given. Time passes per stream; nothing sleeps. The log of calls
 shows what a real device would have been asked, and the fake refuses what would silently leave a partition: capturing
 anywhere but on the current, non-default stream.
+
+What a card may do to a sweep, each as an option of :class:`FakeCuda`: tie events to contexts, run out of memory, let a library
+leave its lane, copy inside a layer, fail for good at some launch, change its clocks.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from stub_driver import StubDriver
+from stub_driver import PRIMARY, StubDriver
+
+INVALID_HANDLE = "CUDA error: invalid resource handle"
 
 
 class FakeStream:
@@ -19,6 +27,7 @@ class FakeStream:
         cuda.streams.append(self)
 
     def wait_event(self, event: FakeEvent) -> None:
+        """Of whatever context: waiting across contexts is what the driver's manual allows."""
         self.cuda.log.append("wait")
         self.now = max(self.now, event.at)
 
@@ -27,20 +36,34 @@ class FakeStream:
         self.cuda.host = max(self.cuda.host, self.now)
 
     @property
+    def context(self) -> int:
+        """That its work runs in; a stream that the driver has destroyed has none."""
+        if self.handle is None:
+            return PRIMARY
+        stub = self.cuda.stub
+        if stub.streams.get(self.handle) not in stub.contexts:
+            raise RuntimeError(INVALID_HANDLE)
+        return stub.streams[self.handle]
+
+    @property
     def sms(self) -> frozenset[int]:
         stub = self.cuda.stub
-        if self.handle is None:
-            return frozenset(range(stub.num_sms))
-        return stub.contexts[stub.streams[self.handle]]
+        return frozenset(range(stub.num_sms)) if self.handle is None else stub.contexts[self.context]
 
 
 class FakeEvent:
+    """Made when it is first recorded, as torch makes them: in the context that is current then."""
+
     def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda, self.at = cuda, 0.0
+        self.cuda, self.at, self.context = cuda, 0.0, None
 
     def record(self, stream: FakeStream) -> None:
         assert self.cuda.capturing is None
         self.cuda.log.append("record")
+        if self.context is None:
+            self.context = self.cuda.stub.pushed or PRIMARY
+        if self.cuda.strict_events and self.context != stream.context:
+            raise RuntimeError(INVALID_HANDLE)
         self.cuda.spend(stream, 0.0)
         self.at = stream.now
 
@@ -54,15 +77,18 @@ class FakeEvent:
         return True
 
     def elapsed_time(self, other: FakeEvent) -> float:
+        if self.cuda.strict_events and self.context != other.context:
+            raise RuntimeError(INVALID_HANDLE)
         return (other.at - self.at) * 1e3
 
 
 class FakeGraph:
-    """Keeps torch's books on memory pools: a pool without a living graph is refused, a failed end keeps it recording."""
+    """Keeps torch's books on memory pools: a pool without a living graph is refused, a failed end keeps it recording.
+    ``nodes``: what the driver would say that it consists of."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, keep_graph: bool = False) -> None:
         self.cuda, self.seconds, self.effects, self.stream, self.ended = cuda, 0.0, [], None, False
-        self.broken = ""
+        self.broken, self.nodes, self.kept = "", [], keep_graph
 
     def capture_begin(self, pool, capture_error_mode="global") -> None:
         cuda = self.cuda
@@ -86,8 +112,12 @@ class FakeGraph:
             raise RuntimeError("operation failed due to a previous error during capture")
         self.cuda.recording.discard(self.pool)
         self.ended = True
+        self.cuda.host += self.cuda.capture_s
+        if self.kept:
+            self.cuda.stub.graphs[id(self)] = self
 
     def __del__(self) -> None:
+        self.cuda.stub.graphs.pop(id(self), None)
         if self.ended:
             self.cuda.pool_graphs[self.pool] -= 1
 
@@ -100,6 +130,8 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.cuda.log.append("replay")
+        if self.cuda.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.cuda.spend(self.cuda.current, self.seconds)
         # A node's context is the capture's; ``graphs_leak`` is the silent bypass that the check must find.
         leak = {"": False, "always": True, "without context": self.context is None}[self.cuda.graphs_leak]
@@ -108,22 +140,49 @@ class FakeGraph:
             effect(where)
 
 
+class Boost:
+    """Clocks of a card under its power cap: highest after a rest, lower the longer it works, as 1 + extra x exp(-t / settle)."""
+
+    REST_S = 0.01
+
+    def __init__(self, extra: float = 0.25, settle_s: float = 0.08) -> None:
+        self.extra, self.settle_s, self.began, self.ended = extra, settle_s, 0.0, -1.0
+
+    def __call__(self, at_s: float) -> float:
+        if at_s > self.ended + self.REST_S:
+            self.began = at_s
+        return 1 + self.extra * math.exp(-max(0.0, at_s - self.began) / self.settle_s)
+
+    def worked_until(self, at_s: float) -> None:
+        self.ended = max(self.ended, at_s)
+
+
 class FakeCuda:
-    """``serial``: lanes run one after the other. ``fail_at``: launch number -> message; ``sticky``: then all fail.
+    """``serial``: lanes run one after the other. ``fail_at``: launch number, or (name, which of that name) -> message;
+    ``sticky``: then all fail. A kernel of a graph that is kept counts as ``kept`` too.
 
     ``graphs_leak``: graphs run on the whole device: ``always``, or ``without context`` current at their capture.
+    ``strict_events``: an event is of the context that was current when it was made, is recorded on streams of that context only,
+    and measures no time to another's. ``total_bytes``: what :meth:`charge` may hold. ``escapes``: operations (beginnings of their
+    names) whose library leaves the lane: kernels on all SMs, in the primary context. ``copies``: operations with a memcpy node.
+    ``clock``: seconds -> clock relative to the nominal one. ``capture_s``: host time of a capture, in which the card is idle.
     """
 
     def __init__(self, stub: StubDriver, *, serial: bool = False, graphs_leak: str = "", sticky: bool = False,
-                 fail_at: dict[int, str] | None = None, free_share: float = 0.5) -> None:
+                 fail_at: dict[int | tuple[str, int], str] | None = None, free_share: float = 0.5, strict_events: bool = False,
+                 total_bytes: int | None = None, escapes: tuple[str, ...] = (), copies: tuple[str, ...] = (),
+                 clock: Callable[[float], float] = lambda at_s: 1.0, capture_s: float = 0.0) -> None:
         self.stub, self.serial, self.graphs_leak, self.sticky = stub, serial, graphs_leak, sticky
         self.fail_at = fail_at or {}
-        self.free_share = free_share
+        self.free_share, self.strict_events = free_share, strict_events
+        self.escapes, self.copies, self.clock, self.capture_s = escapes, copies, clock, capture_s
+        self.total_bytes, self.charged, self.peak = total_bytes, 0, 0
         self.log: list[str] = []
         self.current: FakeStream | None = None
         self.capturing: FakeGraph | None = None
         self.lost = False
         self.launches = 0
+        self.counts: Counter[str] = Counter()
         self.pool_graphs: dict[int, int] = {}
         self.pool_stream: dict[int, FakeStream] = {}
         self.recording: set[int] = set()
@@ -143,10 +202,13 @@ class FakeCuda:
         return FakeStream(self, handle)
 
     def CUDAGraph(self, keep_graph: bool = False) -> FakeGraph:
-        return FakeGraph(self)
+        return FakeGraph(self, keep_graph)
 
     def current_blas_handle(self) -> int:
         return 7
+
+    def _sleep(self, cycles: int) -> None:
+        self.launch(cycles / 1.5e9, name="sleep")
 
     @contextmanager
     def stream(self, stream: FakeStream):
@@ -162,7 +224,16 @@ class FakeCuda:
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    def charge(self, moved: int) -> None:
+        """Take memory, or give it back."""
+        if self.total_bytes is not None and self.charged + moved > self.total_bytes:
+            raise RuntimeError(f"CUDA out of memory. Tried to allocate {moved / 2**30:.2f} GiB")
+        self.charged += moved
+        self.peak = max(self.peak, self.charged)
+
     def mem_get_info(self) -> tuple[int, int]:
+        if self.total_bytes is not None:
+            return self.total_bytes - self.charged, self.total_bytes
         return int(self.free_share * 2**37), 2**37
 
     def graph_pool_handle(self) -> int:
@@ -175,26 +246,39 @@ class FakeCuda:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
     def spend(self, stream: FakeStream, seconds: float) -> None:
-        stream.now = max(stream.now, self.host, self.last if self.serial and seconds else 0.0) + seconds
+        began = max(stream.now, self.host, self.last if self.serial and seconds else 0.0)
+        stream.now = began + (seconds / self.clock(began) if seconds else 0.0)
         self.last = max(self.last, stream.now)
+        if seconds and isinstance(self.clock, Boost):
+            self.clock.worked_until(stream.now)
 
-    def launch(self, seconds: float, effect=None) -> None:
+    def launch(self, seconds: float, effect=None, name: str = "kernel") -> None:
         """One kernel on the current stream, or into the graph being captured."""
         assert self.current is not None, "launched on the default stream"
+        context = PRIMARY if self.escaped(name) else self.current.context
         self.launches += 1
-        if self.lost or self.launches in self.fail_at:
+        names = [name, *["kept"] * (self.capturing is not None and self.capturing.kept)]
+        self.counts.update(names)
+        failing = [key for key in (self.launches, *((n, self.counts[n]) for n in names)) if key in self.fail_at]
+        if self.lost or failing:
             self.lost = self.lost or self.sticky
             if self.capturing is not None:
                 self.capturing.broken = "yes"
-            raise RuntimeError(self.fail_at.get(self.launches, "CUDA error: an illegal memory access was encountered"))
+            raise RuntimeError(self.fail_at[failing[0]] if failing else "CUDA error: an illegal memory access was encountered")
         if self.capturing is not None:
             self.capturing.seconds += seconds
+            self.capturing.nodes.append(SimpleNamespace(kind="kernel", name=name, context=context, grid=len(self.current.sms)))
+            if name in self.copies:
+                self.capturing.nodes.append(SimpleNamespace(kind="memcpy"))
             if effect is not None:
                 self.capturing.effects.append(effect)
             return
         self.spend(self.current, seconds)
         if effect is not None:
             effect(self.current)
+
+    def escaped(self, name: str) -> bool:
+        return bool(self.escapes) and name.startswith(self.escapes)
 
 
 class FakeArray(list):
@@ -232,48 +316,63 @@ class FakeKernels:
                 buffers.smid[block] = sms[block % len(sms)]
                 buffers.start[block] = began
                 buffers.end[block] = began + 1000
-        self.cuda.launch(spin_ns * 1e-9, effect)
+        self.cuda.launch(spin_ns * 1e-9, effect, "probe")
 
     def launch_gate(self, out: object, spin_ns: int) -> None:
-        self.cuda.launch(spin_ns * 1e-9)
+        self.cuda.launch(spin_ns * 1e-9, name="gate")
 
     def launch_clock(self, out: object, spin_ns: int) -> None:
         def effect(stream: FakeStream) -> None:
-            out[0], out[1] = round(self.CLOCK_HZ * spin_ns * 1e-9), spin_ns
-        self.cuda.launch(spin_ns * 1e-9, effect)
+            out[0], out[1] = round(self.CLOCK_HZ * self.cuda.clock(stream.now) * spin_ns * 1e-9), spin_ns
+        self.cuda.launch(spin_ns * 1e-9, effect, "clock")
 
     def launch_tensor_spin(self, out: object, num_sms: int, spin_ns: int) -> None:
-        self.cuda.launch(spin_ns * 1e-9)
+        self.cuda.launch(spin_ns * 1e-9, name="tensor_spin")
 
     def launch_l2_stream(self, source: object, out: object, num_sms: int) -> None:
-        self.cuda.launch(1e-4)
+        self.cuda.launch(1e-4, name="l2_stream")
 
     def launch_alu_spin(self, out: object, num_sms: int, spin_ns: int) -> None:
-        self.cuda.launch(spin_ns * 1e-9)
+        self.cuda.launch(spin_ns * 1e-9, name="alu_spin")
 
     def launch_memory_stream(self, source: object, target: object, num_sms: int) -> None:
-        self.cuda.launch(1e-4)
+        self.cuda.launch(1e-4, name="memory_stream")
 
 
 class FakeShop:
-    """Workloads whose repetition takes as long as the plan's rates say on the lane's SMs."""
+    """Workloads whose repetition takes as long as the plan's rates say on the lane's SMs, and whose data takes memory where the
+    fake has an end of it: what an operation reads, once for each phase, and its activations, once for each stream."""
 
     def __init__(self, cuda: FakeCuda, model, rates) -> None:
         self.cuda, self.model, self.rates = cuda, model, rates
         self.device = "cpu"
         self.built: list[str] = []
         self.cleared = 0
+        self.held: dict[object, int] = {}
 
     def build(self, op: str, tokens: int, batch: int, context_tokens: int, role: str) -> SimpleNamespace:
-        from bullet.profiler.shapes import Shape
+        from bullet import work
+        from bullet.profiler.shapes import Shape, flops_and_bytes
 
         shape = Shape(op, tokens, batch, context_tokens)
         self.built.append(op)
+        self._hold((shape, role), int(flops_and_bytes(self.model, shape)[1]))
+        activations = work.activation_bytes(self.model, tokens, 2) if op.endswith("_layer") else 0
 
         def run(index: int) -> None:
             assert 0 <= index < 2
-            self.cuda.launch(self.rates.seconds(self.model, shape, len(self.cuda.current.sms)))
+            stream = self.cuda.current
+            self._hold((id(stream), "activations"), activations)
+            sms = self.cuda.stub.num_sms if self.cuda.escaped(op) else len(stream.sms)
+            self.cuda.launch(self.rates.seconds(self.model, shape, sms), name=op)
         return SimpleNamespace(name=op, run=run, rotation=2, takes_num_sms=False)
+
+    def _hold(self, key: object, wanted: int) -> None:
+        if self.cuda.total_bytes is not None and wanted > self.held.get(key, 0):
+            self.cuda.charge(wanted - self.held.get(key, 0))
+            self.held[key] = wanted
 
     def clear(self) -> None:
         self.cleared += 1
+        self.cuda.charge(-sum(self.held.values()))
+        self.held.clear()

@@ -2,7 +2,8 @@
 torch.cuda, the driver and the card are faked, and so do the processes that it starts, by the command named in ``FAKES_PYTHON``.
 
 ``FAKES_FAIL_AT=N``: the N-th launch of a process loses the device, in the first process only that comes so far (the file named by
-``FAKES_LOST`` is then there). The fake takes no time: what a plan had to cut is left out here.
+``FAKES_LOST`` is then there); with ``FAKES_CRASH`` the process dies of SIGSEGV there. The fake takes no time: what a plan had to
+cut is left out here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,14 +36,16 @@ def install() -> None:
     cuda = FakeCuda(driver, fail_at=failing, sticky=True)
     launch = cuda.launch
 
-    def noted(seconds: float, effect: object = None) -> None:
+    def noted(seconds: float, effect: object = None, name: str = "kernel") -> None:
         if failing and cuda.launches + 1 == fail_at:
             lost.touch()
-        launch(seconds, effect)
+            if os.environ.get("FAKES_CRASH"):
+                os.kill(os.getpid(), signal.SIGSEGV)
+        launch(seconds, effect, name)
 
     cuda.launch = noted
     for name in ("Event", "Stream", "ExternalStream", "CUDAGraph", "stream", "synchronize", "empty_cache", "graph_pool_handle",
-                 "current_blas_handle"):
+                 "current_blas_handle", "_sleep"):
         setattr(torch.cuda, name, getattr(cuda, name))
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=9, minor=0, L2_cache_size=60 << 20,
                                  total_memory=141 << 30)

@@ -1,14 +1,17 @@
 """A stand-in for ``cuda.bindings.driver``: same functions, same ``(code, *values)`` answers, no GPU.
 
 It keeps the books that a real driver would: which contexts and streams live, in which order they were made and
-destroyed, and which SMs each group holds.
+destroyed, and which SMs each group holds. Groups are rounded up as the card's granularity asks, and made of what can hold a
+cluster: on Hopper eight SMs of one GPC. Numbers of errors are the real ones (tests/runtime/test_hard_fakes.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
+from typing import Any
 
 
 class CUresult(IntEnum):
@@ -16,9 +19,30 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_CONTEXT_IS_DESTROYED = 709
     CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803
+    CUDA_ERROR_INVALID_RESOURCE_TYPE = 914
     CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION = 915
+
+
+SINCE = {"cuDeviceGetDevResource": 12040, "cuDevSmResourceSplitByCount": 12040, "cuDevResourceGenerateDesc": 12040,
+         "cuGreenCtxCreate": 12040, "cuGreenCtxDestroy": 12040, "cuGreenCtxGetDevResource": 12040, "cuCtxFromGreenCtx": 12040,
+         "cuGreenCtxStreamCreate": 12050}
+"""First driver with each call: streams of green contexts came a release later."""
+PRIMARY = 1
+"""Handle of the primary context."""
+
+
+def gpcs_of(num_sms: int) -> list[list[int]]:
+    """SMs by GPC, in pairs (TPCs) dealt in turn, eight GPCs as equal as pairs allow: an H200's 132 are 6 of 16 and 2 of 18."""
+    gpcs: list[list[int]] = [[] for _ in range(8)]
+    for pair, gpc in zip(range(0, num_sms, 2), itertools.cycle(gpcs)):
+        gpc += range(pair, min(pair + 2, num_sms))
+    return gpcs
 
 
 @dataclass
@@ -44,6 +68,9 @@ class StubDriver:
     missing: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     shrink: int = 0
+    step: int | None = None
+    """Granularity, where it is not what the card's capability says: a driver that this project does not know."""
+    graphs: dict[int, Any] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     contexts: dict[int, frozenset[int]] = field(default_factory=dict)
     streams: dict[int, int] = field(default_factory=dict)
@@ -61,7 +88,7 @@ class StubDriver:
 
     def _call(self, name: str, args: tuple):
         self.calls.append(name)
-        if name in self.missing:
+        if name in self.missing or self.version < SINCE.get(name, 0):
             raise RuntimeError(f'Function "{name}" not found')
         if name in self.fail:
             code, left = self.fail[name]
@@ -107,9 +134,34 @@ class StubDriver:
         return Resource(frozenset(range(self.num_sms)))
 
     def _cuDevSmResourceSplitByCount(self, groups, resource, flags, count):
-        ordered = sorted(resource.sms)
-        group = Resource(frozenset(ordered[:count - self.shrink]))
+        """Of the SMs asked for, rounded up: in chunks that lie in one GPC, which no remainder is promised."""
+        assert groups == 1
+        hopper = self.capability[0] >= 9
+        step = self.step or (8 if hopper and not flags & 1 else 2)
+        size = -(-max(count, 4 if self.capability[0] == 8 else step) // step) * step
+        chunk = 8 if hopper and not flags & 1 else 2
+        chunks = [gpc[i:i + chunk] for gpc in gpcs_of(self.num_sms) for i in range(0, len(gpc) - chunk + 1, chunk)]
+        taken = [sm for found in chunks[:-(-size // chunk)] for sm in found][:size]
+        if len(taken) < size or size > len(resource.sms):
+            return (CUresult.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION,)
+        group = Resource(frozenset(taken[:size - self.shrink]))
         return CUresult.CUDA_SUCCESS, [group], 1, Resource(resource.sms - group.sms)
+
+    # ---- nodes of a captured graph: fake_cuda.FakeGraph keeps them
+
+    def _cuGraphGetNodes(self, graph, count):
+        nodes = self.graphs[graph].nodes
+        return CUresult.CUDA_SUCCESS, list(nodes[:count]) or None, len(nodes)
+
+    def _cuGraphNodeGetType(self, node):
+        return {"kernel": 0, "memcpy": 1}[node.kind]
+
+    def _cuGraphKernelNodeGetParams(self, node):
+        return SimpleNamespace(func=1, kern=0, ctx=node.context, gridDimX=node.grid, gridDimY=1, gridDimZ=1, blockDimX=128,
+                               blockDimY=1, blockDimZ=1)
+
+    def _cuFuncGetName(self, func):
+        return b"kernel"
 
     def _cuDevResourceGenerateDesc(self, resources, count):
         assert count == len(resources) == 1

@@ -49,9 +49,9 @@ def test_a_graph_is_kept_with_names_grids_and_contexts(tmp_path):
     path = tmp_path / "graphs.jsonl.gz"
     evidence = Evidence(path, Driver(copies=0))
     assert evidence.wants(("a",))
-    evidence.keep(("a",), Graph(), ABOUT, lane_context="green")
+    evidence.keep(Graph(), ABOUT, lane_context="green")
     assert not evidence.wants(("a",))
-    evidence.keep(("b",), Graph(), {**ABOUT, "op": "gemm_qkv"})
+    evidence.keep(Graph(), {**ABOUT, "op": "gemm_qkv"})
     first, second = read_evidence(path)
     assert first["nodes"] == [{"kind": "kernel", "name": "gemm_kernel", "grid": [112, 1, 1], "block": [128, 1, 1], "context": 77}]
     assert (first["context"], first["dot"], second["context"]) == (77, "digraph dot {}", None)
@@ -66,7 +66,7 @@ def test_a_graph_is_kept_with_names_grids_and_contexts(tmp_path):
     (Driver((5,), 0), "in another context than the lane's"), (Driver((0,), 0), "")])
 def test_faults(tmp_path, driver, said):
     evidence = Evidence(tmp_path / "graphs.jsonl.gz", driver)
-    evidence.keep(("a",), Graph(), ABOUT, lane_context="green")
+    evidence.keep(Graph(), ABOUT, lane_context="green")
     assert [said in fault for fault in evidence.faults] == [True] * bool(said)
     assert ("1 faults" in evidence.lines()[0]) == bool(said)
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_said_and_costs_nothing(tmp_path):
             raise PartitionError(f"this cuda-bindings has no {name}")
 
     evidence = Evidence(tmp_path / "graphs.jsonl.gz", Old())
-    evidence.keep(("a",), Graph(), ABOUT)
+    evidence.keep(Graph(), ABOUT)
     (record,) = read_evidence(tmp_path / "graphs.jsonl.gz")
     assert (record["nodes"], record["dot"]) == (None, "digraph dot {}")
     assert "not all could be read: this cuda-bindings has no cuGraphGetNodes" in evidence.lines()[0]

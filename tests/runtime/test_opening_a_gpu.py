@@ -41,7 +41,7 @@ def machine(monkeypatch, planned_points_only):
         driver = StubDriver(**(stub or {}))
         cuda = FakeCuda(driver, **options)
         for name in ("Event", "Stream", "ExternalStream", "CUDAGraph", "stream", "synchronize", "empty_cache",
-                     "graph_pool_handle", "current_blas_handle"):
+                     "graph_pool_handle", "current_blas_handle", "_sleep"):
             monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=capability[0],
                                      minor=capability[1], L2_cache_size=60 << 20, total_memory=141 << 30)
@@ -55,7 +55,8 @@ def machine(monkeypatch, planned_points_only):
 
         monkeypatch.setattr(torch.cuda, "init", init)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 141 << 30))
+        monkeypatch.setattr(torch.cuda, "mem_get_info",
+                            lambda: cuda.mem_get_info() if cuda.total_bytes else (free_bytes, 141 << 30))
         zeros = torch.zeros
 
         def on_the_cpu(*shape, device=None, **rest):
@@ -224,6 +225,58 @@ def test_a_kernel_that_fails_in_mid_sweep_costs_its_point(machine, tmp_path, cap
     assert closing.count("  failed: ") == 1
     assert "too many resources requested for launch" in closing
     assert "plan done" in closing
+    assert nothing_left(gpu)
+
+
+@pytest.mark.parametrize(("launch", "where", "then"), [
+    (1, "the first kernel of ours", "triton does not work here (a process ended in the first kernel of ours before)"),
+    (("probe", 3), "the partitions' proof", "1 of 1 pairs proven"),
+    (("gemm_gate_up", 9), "solo|112+20|",
+     "GEMM on a quarter of the SMs: not measured (a process ended in the GEMM on a quarter of the SMs before)"),
+    (("engine_decode_layer", 1), "solo|full|full|engine_decode_layer",
+     "the engine's layers do not run here (a process ended in the trial of the engine's layers before)"),
+    (("kept", 2), "reading the graph of engine_prefill_layer",
+     "where kernels run is not kept: a process ended in reading a captured graph before"),
+    (("clock", 12), "corun|112+20|both|engine_prefill_layer",
+     "left out, since the device was lost there: corun|112+20|both|engine_prefill_layer")])
+def test_wherever_the_device_is_lost_the_next_process_goes_on_without_that(machine, tmp_path, capsys, launch, where, then):
+    """A sticky fault at one launch: status 3 even where not a row was taken yet, and the same command then measures the rest."""
+    command = ["sweep", "--part", "corun", "--splits", "112+20", "--budget-s", "60", "--out", str(tmp_path)]
+    gpu = machine(fail_at={launch: "CUDA error: an illegal memory access was encountered"}, sticky=True)
+    assert profile_cli.main(command) == 3
+    err = capsys.readouterr().err
+    assert err.startswith(f"bullet-profile: error: {where}")
+    assert err.count("\n") == 1
+    assert "the GPU answers no more" in err
+    assert nothing_left(gpu)
+    gpu = machine()
+    assert profile_cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert then in out
+    assert "whole: co-run matrix" in out
+    rows = read_journal(tmp_path / "samples.jsonl")[1]
+    assert len({r["id"] for r in rows}) == len(rows) > 50
+    assert nothing_left(gpu)
+
+
+def test_a_proof_in_which_the_device_is_lost_twice_is_done_without(machine, tmp_path, capsys):
+    command = ["sweep", "--part", "corun", "--splits", "112+20", "--budget-s", "60", "--out", str(tmp_path)]
+    for _ in range(2):
+        machine(fail_at={("probe", 3): "CUDA error: an illegal memory access was encountered"}, sticky=True)
+        assert profile_cli.main(command) == 3
+    gpu = machine()
+    assert profile_cli.main(command) == 0
+    assert "0 of 1 pairs proven" in capsys.readouterr().out
+    rows = [r for r in read_journal(tmp_path / "samples.jsonl")[1] if r["split_decode_sms"] is not None]
+    assert {(r["partition"], r["partition_note"]) for r in rows} == {
+        ("unproven", "not proven: a process ended in the partitions' proof before")}
+    assert nothing_left(gpu)
+
+
+def test_a_check_in_which_the_device_is_lost_ends_with_3(machine, capsys):
+    gpu = machine(fail_at={("probe", 3): "CUDA error: an illegal memory access was encountered"}, sticky=True)
+    assert profile_cli.main(["check"]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
     assert nothing_left(gpu)
 
 

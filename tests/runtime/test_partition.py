@@ -72,8 +72,9 @@ def test_call_order_and_read_back():
             p, d = (stub.contexts[stub.streams[lane.handle]] for lane in pair.lanes)
             assert (len(p), len(d)) == pair.granted
             assert not p & d
-        # The second split's decode side is the multiple of eight: it is the group, [0, 16), and prefill the rest.
-        assert stub.contexts[stub.streams[made.pairs[1].decode.handle]] == frozenset(range(16))
+        # The second split's decode side is the multiple of eight: it is the group, the first GPC's eight pairs, and prefill the
+        # rest.
+        assert stub.contexts[stub.streams[made.pairs[1].decode.handle]] == {16 * pair + i for pair in range(8) for i in (0, 1)}
         assert made.lane("decode", 20) is made.pairs[0].decode
         with pytest.raises(PartitionError, match=r"no decode lane of 44 SMs.*112\+20, 116\+16"):
             made.lane("decode", 44)
@@ -203,7 +204,7 @@ def test_close_attempts_everything_and_raises_the_first_failure():
 @pytest.mark.parametrize(("stub", "message"), [
     (StubDriver(fail={"cuInit": (CUresult.CUDA_ERROR_NO_DEVICE, 0)}), "no NVIDIA GPU is visible"),
     (StubDriver(missing=frozenset({"cuInit"})), "no NVIDIA driver"),
-    (StubDriver(version=12020), r"driver supports CUDA 12\.2: green contexts need 12\.4"),
+    (StubDriver(version=12020), r"driver supports CUDA 12\.2: green contexts need 12\.5"),
     (StubDriver(missing=frozenset({"cuGreenCtxCreate"})), "the driver has no cuGreenCtxCreate"),
     (StubDriver(absent=frozenset({"cuDevSmResourceSplitByCount"})), "this cuda-bindings has no cuDevSmResource"),
     (StubDriver(absent=frozenset({"CUdevResourceType"})), "this cuda-bindings has no CUdevResourceType"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -14,7 +16,9 @@ import pytest
 
 from bullet.cli import measure as profile_cli
 from bullet.errors import ConfigError
+from bullet.gpu.splits import Split
 from bullet.profiler import stages
+from bullet.profiler.bench import DeviceLostError, PointError
 from bullet.profiler.evidence import read_evidence
 from bullet.profiler.plan import Point
 from bullet.profiler.progress import Progress, tier_line
@@ -23,7 +27,17 @@ from bullet.profiler.shapes import decode, prefill
 from bullet.profiles.journal import read_journal
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 A, B = prefill("engine_prefill_layer", 512), decode("engine_decode_layer", 8, 1024)
+
+
+def fake_python(folder, root=ROOT):
+    """A python on which the card is faked, and what its processes need in their environment."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {root / "tests" / "runtime" / "on_fakes.py"} "$@"\n')
+    python.chmod(0o755)
+    return str(python), {**os.environ, "FAKES_PYTHON": str(python),
+                         "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
 
 
 def run_with(codes, calls):
@@ -52,8 +66,8 @@ def test_a_part_that_loses_the_device_goes_on_in_a_fresh_process_and_the_next_co
     calls: list = []
     said: list[str] = []
     outcome = stages.stages(Target("cuda"), tmp_path, budget_s=600, engine=False, say=said.append,
-                            run=run_with({"corun": [3, -11, 0], "own": [3, 3, 3, 3]}, calls))
-    assert [part for part, _, _ in calls] == ["corun"] * 3 + ["own"] * 4
+                            run=run_with({"corun": [3, -11, 0], "own": [3] * 6}, calls))
+    assert [part for part, _, _ in calls] == ["corun"] * 3 + ["own"] * 6
     assert outcome.status == 3
     assert "ended with status 3: rows until there are kept; once more in a fresh process" in said[0]
 
@@ -97,7 +111,7 @@ def test_all_of_it_on_the_simulators_device(tmp_path, capfd):
                              "--out", str(out)]) == 0
     text = capfd.readouterr().out
     assert "whole: co-run matrix" in text
-    assert {p.name for p in out.iterdir()} == {"check.json", "plan.txt", "samples.jsonl", "samples.parquet", "summary.txt"}
+    assert {p.name for p in out.iterdir()} == {"check.json", "samples.jsonl", "samples.parquet", "summary.txt"}
     tiers = {json.loads(line).get("tier") for line in (out / "samples.jsonl").read_text().splitlines()}
     assert {"co-run matrix", "SM axis", "finer co-run matrix"} <= tiers
 
@@ -135,6 +149,67 @@ def test_a_point_that_was_cut_is_tried_once_more(tmp_path):
     assert Progress(path).allows(point)
 
 
+def test_a_crash_or_a_hang_is_laid_at_once_to_what_was_under_way(tmp_path):
+    """Our own process that ended without a word was not cut from outside: no second try."""
+    path, point = tmp_path / "progress.json", Point("solo", None, "full", A)
+    Progress(path).begin(point)
+    assert Progress(path).settle()
+    assert not Progress(path).allows(point)
+    assert not Progress(path).settle()  # nothing is under way any more
+    (tmp_path / "progress.json").unlink()
+    assert not Progress(path).settle()
+    assert not path.exists()
+
+
+def _ends(progress, name, error):
+    with progress.within(name):
+        assert json.loads(progress.path.read_text())["now"] == name
+        raise error
+
+
+def test_a_trial_that_loses_the_device_costs_no_point_and_is_not_repeated(tmp_path):
+    path, point = tmp_path / "progress.json", Point("solo", None, "full", A)
+    for name, tries in (("evidence", 1), ("gemm", 1), ("proof", 2)):
+        for _ in range(tries):
+            progress = Progress(path)
+            assert progress.spoilt(name) == ""
+            progress.begin(point)
+            with pytest.raises(DeviceLostError):
+                _ends(progress, name, DeviceLostError("gone"))
+            progress.end({}, lost=True)  # as the sweep does then
+        assert "a process ended in" in Progress(path).spoilt(name)
+    assert Progress(path).allows(point)
+    with pytest.raises(PointError):
+        _ends(progress, "layers", PointError("no such kernel"))
+    assert json.loads(path.read_text())["now"] is None
+
+
+def test_what_is_particular_about_lost_points_is_left_out_before_their_layers_are(tmp_path):
+    """cuBLAS told twice, one load twice: the layers themselves are not to blame."""
+    progress = Progress(tmp_path / "progress.json")
+    told = [Point("corun", Split(112, 20), "both", A._replace(tokens=n), B, told=True) for n in (512, 1024, 2048)]
+    spin = [Point("control", Split(112, 20), "decode", B._replace(batch=n), control="tensor_spin") for n in (8, 16, 32)]
+    for point in (told[0], spin[0]):
+        progress.begin(point)
+        progress.end({}, lost=True)
+    assert progress.suspects() == set()
+    assert progress.allows(told[2])
+    for point in (told[1], spin[1]):
+        progress.begin(point)
+        progress.end({}, lost=True)
+    assert progress.suspects() == {"told", "tensor_spin"}
+    assert not progress.allows(told[2])
+    assert not progress.allows(spin[2])
+    assert progress.allows(dataclasses.replace(told[0], told=False))
+    assert progress.allows(dataclasses.replace(spin[2], control="idle"))
+    prio = Point("corun", None, "both", A, B, sharing="priority")
+    for tokens in (1, 2):
+        progress.begin(dataclasses.replace(prio, shape=A._replace(tokens=tokens)))
+        progress.end({}, lost=True)
+    assert not progress.allows(prio)
+    assert progress.allows(dataclasses.replace(prio, sharing="plain"))
+
+
 def test_which_tiers_are_whole_is_said():
     assert tier_line({"co-run matrix": (144, 144), "controls": (3, 38), "SM axis": (0, 143), "checks": (0, 0)}) == (
         "whole: co-run matrix; begun: controls 3 of 38; not begun: SM axis")
@@ -161,14 +236,11 @@ def test_all_parts_on_a_faked_card_of_which_one_loses_the_device(tmp_path):
     """Real processes, one after the other, each with a faked card of its own; the 600th launch is a sticky fault. The part goes
     on in a fresh process without the point in which that was, the next part resumes, and every row is there once."""
     pytest.importorskip("torch")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "on_fakes.py"} "$@"\n')
-    python.chmod(0o755)
-    out, root = tmp_path / "out", HERE.parents[1]
-    environment = {**os.environ, "FAKES_PYTHON": str(python), "FAKES_FAIL_AT": "600", "FAKES_LOST": str(tmp_path / "lost"),
-                   "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
-    done = subprocess.run([str(python), "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
-                           "240", "--out", str(out)], cwd=root, env=environment, capture_output=True, text=True, timeout=300,
+    python, environment = fake_python(tmp_path)
+    out = tmp_path / "out"
+    environment |= {"FAKES_FAIL_AT": "600", "FAKES_LOST": str(tmp_path / "lost")}
+    done = subprocess.run([python, "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
+                           "240", "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
                           check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "the GPU answers no more" in done.stderr
@@ -187,5 +259,85 @@ def test_all_parts_on_a_faked_card_of_which_one_loses_the_device(tmp_path):
     assert "whole: co-run matrix, controls, checks, SM axis, own kernels" in summary
     assert "Where kernels ran: " in summary
     assert read_evidence(out / "graphs.jsonl.gz")
-    assert sorted(p.name for p in out.rglob("*")) == ["check.json", "graphs.jsonl.gz", "plan.txt", "progress.json",
+    assert sorted(p.name for p in out.rglob("*")) == ["check.json", "graphs.jsonl.gz", "progress.json",
                                                       "samples.jsonl", "samples.parquet", "summary.txt"]
+
+
+def test_a_process_that_crashes_leaves_its_rows_a_table_and_the_next_goes_on(tmp_path):
+    """A segmentation fault in mid-sweep: no word of its own. What it was at is left out at once, and no row is lost."""
+    pytest.importorskip("torch")
+    python, environment = fake_python(tmp_path)
+    out = tmp_path / "out"
+    environment |= {"FAKES_FAIL_AT": "700", "FAKES_LOST": str(tmp_path / "lost"), "FAKES_CRASH": "1"}
+    done = subprocess.run([python, "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
+                           "90", "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+                          check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "part corun ended with status -11: rows until there are kept; once more in a fresh process" in done.stdout
+    progress = json.loads((out / "progress.json").read_text())
+    (lost,) = progress["lost"]
+    assert (progress["now"], progress["cut"]) == (None, [])
+    _, rows, _ = read_journal(out / "samples.jsonl")
+    assert len({r["id"] for r in rows}) == len(rows)
+    assert sum(r["run"] == 0 for r in rows) > 20
+    assert all(f"|{lost}|" not in r["id"] for r in rows)
+
+
+def test_when_the_command_is_killed_outright_its_process_ends_too_and_the_same_command_resumes(tmp_path):
+    """SIGKILL for the command alone, as from a machine that has run out of patience: its child closes the device and goes."""
+    pytest.importorskip("torch")
+    python, environment = fake_python(tmp_path)
+    out = tmp_path / "out"
+    command = [python, "-m", "bullet.cli.profile", "sweep", "--part", "corun", "--splits", "112+20", "--budget-s", "100"]
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bullet.profiler.stages import run_process; "
+            f"run_process({[*command, '--out', str(out)]!r}, 100.0, lambda: None)")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        for line in parent.stdout:
+            if line.startswith("Plan: "):
+                break
+        while not (out / "samples.jsonl").exists() or (out / "samples.jsonl").stat().st_size < 20_000:
+            time.sleep(0.01)
+        parent.kill()
+        rest = parent.stdout.read()  # until the child has closed its end too
+    assert "left: the same command resumes" in rest
+    assert not (out / ".lock").exists()
+    kept = read_journal(out / "samples.jsonl")[1]
+    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+                          check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = read_journal(out / "samples.jsonl")[1]
+    assert rows[:len(kept)] == kept
+    assert len({r["id"] for r in rows}) == len(rows) > len(kept)
+
+
+def test_killed_at_random_moments_and_resumed_until_it_is_whole(tmp_path):
+    """kill -9 after 0.2 to 4 s, wherever that is, five times: start-up, proof, a row half written, closing. Then to the end:
+    every row once, the files that there should be, and the matrix whole but for what was cut twice."""
+    pytest.importorskip("torch")
+    python, environment = fake_python(tmp_path)
+    out = tmp_path / "out"
+    command = [python, "-m", "bullet.cli.profile", "sweep", "--part", "corun", "--splits", "112+20", "--budget-s", "100", "--out",
+               str(out)]
+    generator, before = random.Random(5), 0
+    for _ in range(5):
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL) as process:
+            started = time.monotonic()
+            while process.poll() is None and (time.monotonic() < started + 3 and not (out / ".lock").exists()):
+                time.sleep(0.01)
+            time.sleep(generator.uniform(0, 1.5))
+            process.kill()
+        if (out / "samples.jsonl").exists():
+            rows = read_journal(out / "samples.jsonl")[1]
+            assert len(rows) >= before
+            before = len(rows)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = read_journal(out / "samples.jsonl")[1]
+    assert len({r["id"] for r in rows}) == len(rows)
+    progress = json.loads((out / "progress.json").read_text())
+    done_, planned = progress["tiers"]["co-run matrix"]
+    assert planned - done_ <= sum(key.startswith("corun|112+20|") for key in progress["lost"])
+    assert sorted(p.name for p in out.rglob("*")) == ["check.json", "graphs.jsonl.gz", "progress.json", "samples.jsonl",
+                                                      "samples.parquet", "summary.txt"]
+    read_evidence(out / "graphs.jsonl.gz")

@@ -491,9 +491,10 @@ def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(Journal, "_write", full)
     command = ["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]
     assert profile_cli.main(command) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert err.count("\n") == 1
     assert "cannot be written (No space left on device): rows until here are kept" in err
+    assert "whole: no tier; not begun: co-run matrix" in out
     assert len(read_journal(tmp_path / "samples.jsonl")[1]) == 4
     monkeypatch.undo()
     assert profile_cli.main(command) == 0
