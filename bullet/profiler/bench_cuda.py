@@ -35,7 +35,7 @@ from bullet.profiler.bench import (
 from bullet.profiler.blas import SmTarget
 from bullet.profiler.card import CardReader, Props
 from bullet.profiler.cells import Measurement, Side
-from bullet.profiler.check import Reading, merged
+from bullet.profiler.check import Reading, reading_of
 from bullet.profiler.evidence import Evidence
 from bullet.profiler.lane_graphs import TRAIN_LIMIT, Graph, LaneGraphs, Ran, Train, bounded
 from bullet.profiler.plan import LEAD_S, NEXT_LEAD_S, Point
@@ -108,9 +108,11 @@ class CudaBench:
     def measure(self, point: Point) -> list[Measurement]:
         with bounded(point.key, self.left_s):
             try:
-                return self._measure(point)
+                found = self._measure(point)
             except OutOfMemoryError:  # what was cached for other points is gone now: once more
-                return self._measure(point)
+                found = self._measure(point)
+        self._look_for_others()  # afterwards: who came meanwhile has disturbed it
+        return found
 
     def _measure(self, point: Point) -> list[Measurement]:
         with self._guard(point.key, point.shape.op):
@@ -119,17 +121,20 @@ class CudaBench:
     def anchor(self) -> Measurement:
         shape = anchor_shape(self.model)
         lane = self.plain.pairs[0].prefill
-        arrived = sorted(set(self._read_processes()) - self._known)
-        self.busy = self.busy or bool(arrived)
-        if arrived and not self._allow_busy:
-            raise BusyError(f"another process has come to the GPU ({', '.join(arrived[:3])}): rows until here are kept; end it "
-                            "and run the same command again to resume, or pass --allow-busy and every row says so")
+        self._look_for_others()
         with bounded("anchor", self.left_s), self._guard("anchor", shape.op):
             graph = self.graphs.graph(shape, lane, "prefill")
             # An idle card takes a while to raise its clocks, and no anchor must be slow for that.
             ((ran,),) = self.graphs.run([[self._train(lane, graph, self._replays, self.leads_s[0])]], read_card=self._read_clocks)
             return Measurement("full", shape, self.num_units, timing.summarise(self._seconds(ran, graph)), graph.repeats,
                                columns=self._state(ran, graph))
+
+    def _look_for_others(self) -> None:
+        arrived = sorted(set(self._read_processes()) - self._known)
+        self.busy = self.busy or bool(arrived)
+        if arrived and not self._allow_busy:
+            raise BusyError(f"another process has come to the GPU ({', '.join(arrived[:3])}): rows until here are kept; end it "
+                            "and run the same command again to resume, or pass --allow-busy and every row says so")
 
     def clocks(self) -> dict[str, Any]:
         return dict(self._read_clocks())
@@ -369,7 +374,7 @@ class CudaBench:
                 launch()
         for lane in lanes:
             lane.stream.synchronize()
-        first, second = (_reading(buffer) for buffer in buffers)
+        first, second = (reading_of(buffer) for buffer in buffers)
         return first, second
 
     def switch_seconds(self, first: Pair, second: Pair) -> float:
@@ -388,16 +393,6 @@ class CudaBench:
                 arrived.synchronize()
                 seconds.append(left.elapsed_time(arrived) * 1e-3)
         return statistics.median(seconds)
-
-
-def _reading(buffer: Any) -> Reading:
-    smids = buffer.smid.cpu().tolist()
-    ran = [i for i, smid in enumerate(smids) if smid >= 0]
-    starts, ends = buffer.start.cpu().tolist(), buffer.end.cpu().tolist()
-    if not ran:
-        return Reading(frozenset(), 0, 0, 0, len(smids))
-    return Reading(frozenset(smids[i] for i in ran), min(starts[i] for i in ran), max(ends[i] for i in ran), len(ran),
-                   len(smids), merged([(starts[i], ends[i]) for i in ran]))
 
 
 # ------------------------------------------------------------------------------------------------ opening

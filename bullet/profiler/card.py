@@ -38,7 +38,8 @@ def rates_for(props: Props, **overrides: Any) -> Rates:
     """Planning speeds: data-sheet peaks of a known GPU at assumed efficiencies, else an assumed per-SM rate."""
     try:
         known = get_gpu(props.name)
-        flops, moved = known.peak_flops, known.mem_bytes_per_s
+        part = min(1.0, props.num_sms / known.num_sms)  # of a card that is cut up (MIG)
+        flops, moved = part * known.peak_flops, part * known.mem_bytes_per_s
     except ConfigError:
         flops, moved = 2.5e12 * props.num_sms, 1.2e10 * props.num_sms
     return Rates(props.num_sms, 0.6 * flops, 0.7 * moved, **overrides)

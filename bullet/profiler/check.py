@@ -209,6 +209,17 @@ def merged(intervals: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
+def reading_of(buffer: Any) -> Reading:
+    """Of a probe's buffers (bullet/kernels/probe.py), after it ran."""
+    smids = buffer.smid.cpu().tolist()
+    ran = [i for i, smid in enumerate(smids) if smid >= 0]
+    starts, ends = buffer.start.cpu().tolist(), buffer.end.cpu().tolist()
+    if not ran:
+        return Reading(frozenset(), 0, 0, 0, len(smids))
+    return Reading(frozenset(smids[i] for i in ran), min(starts[i] for i in ran), max(ends[i] for i in ran), len(ran),
+                   len(smids), merged([(starts[i], ends[i]) for i in ran]))
+
+
 def concurrent_share(first: Reading, second: Reading) -> float | None:
     """Time in which blocks of both ran, over the shorter one's; None where spans are not known."""
     lengths = [sum(end - start for start, end in reading.spans) for reading in (first, second)]

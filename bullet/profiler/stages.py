@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from bullet.errors import BulletError, ConfigError, ResultsError
 from bullet.profiler import session, summary
@@ -37,12 +38,15 @@ SHARES = {"corun": 0.5, "own": 0.64, "engine": 1.0}
 """When each part ends, of the budget."""
 CLOSING_S = 6.0
 """Kept for the last archive and for what is printed."""
+LAST_GRACE_S = 4.0
+"""How long the last part may take to close its device after it was interrupted: the budget is that of one command."""
+LEAST_BUDGET_S = 60.0
 LEAST_S = {"corun": 20.0, "own": 25.0, "engine": 60.0}
 """A part that has less is left out."""
 ATTEMPTS = 6
 ARCHIVE_S = 5.0
 ENGINE = "engine.tar.gz"
-ENGINE_LOG = "engine.txt"
+ENGINE_LOG, STATUS = "engine.txt", "status.txt"
 MAX_ARCHIVE_BYTES = 14 << 20
 """Larger files do not come back from where cards are lent: run folders then go without their traces and plots."""
 LEFT_OUT = (".png", "trace.json", "report.html")
@@ -58,11 +62,17 @@ class Outcome:
     @property
     def status(self) -> int:
         """Of the measurement: that of its last process; the engine's failures cost nothing of it."""
-        codes = self.statuses.get("corun", [0]) + self.statuses.get("own", [])
-        return abs(codes[-1]) if codes[-1] else 0
+        codes = self.statuses.get("corun", []) + self.statuses.get("own", [])
+        return abs(codes[-1]) if codes else 2
 
 
-Run = Callable[[Sequence[str], float, Callable[[], None]], int]
+class Run(Protocol):
+    """Runs a process; :func:`run_process`, or a test's."""
+
+    def __call__(self, command: Sequence[str], limit_s: float, tick: Callable[[], None], *, log: Path | None = None,
+                 grace_s: float = 20.0) -> int:
+        """Its exit status. ``tick``: called every few seconds meanwhile."""
+        ...
 
 
 def _end_with_parent() -> Callable[[], None] | None:
@@ -75,22 +85,24 @@ def _end_with_parent() -> Callable[[], None] | None:
     return lambda: prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
 
 
-def run_process(command: Sequence[str], limit_s: float, tick: Callable[[], None], *, log: Path | None = None) -> int:
-    """Its exit status. After ``limit_s`` it is interrupted, as by Ctrl-C, and closes the device; 20 s later it is killed."""
+def run_process(command: Sequence[str], limit_s: float, tick: Callable[[], None], *, log: Path | None = None,
+                grace_s: float = 20.0) -> int:
+    """Its exit status. After ``limit_s`` it is interrupted, as by Ctrl-C, and closes the device; killed ``grace_s`` later."""
     with (log.open("ab") if log is not None else open(os.devnull, "rb")) as stream, subprocess.Popen(
             list(command), stdout=stream if log is not None else None, stderr=stream if log is not None else None,
             preexec_fn=_end_with_parent()) as process:  # noqa: PLW1509 - it only calls the kernel
         deadline, asked, killed = time.monotonic() + limit_s, False, False
         try:
             while True:
+                left_s = deadline + (grace_s if asked else 0.0) - time.monotonic()
                 try:
-                    return process.wait(timeout=ARCHIVE_S if log is not None else 1.0)
+                    return process.wait(timeout=min(ARCHIVE_S, left_s) if left_s > 0 else ARCHIVE_S)
                 except subprocess.TimeoutExpired:
                     tick()
-                if time.monotonic() > deadline + 20 and not killed:
+                if time.monotonic() >= deadline + grace_s and not killed:
                     killed = True
                     process.kill()
-                elif time.monotonic() > deadline and not asked:  # once: another would strike in the midst of its closing
+                elif time.monotonic() >= deadline and not asked:  # once: another would strike in the midst of its closing
                     asked = True
                     process.send_signal(signal.SIGINT)
         except BaseException:
@@ -105,8 +117,8 @@ def run_process(command: Sequence[str], limit_s: float, tick: Callable[[], None]
 def stages(target: Target, out: Path, *, budget_s: float, arguments: Sequence[str] = (), engine_arguments: Sequence[str] = (),
            engine: bool = True, say: Say = silent, started_s: float | None = None, run: Run = run_process) -> Outcome:
     """``arguments``: of ``bullet-profile sweep``, for every process of it. Raises where ``out`` cannot be written."""
-    if budget_s < LEAST_S["corun"] / SHARES["corun"]:
-        raise ConfigError(f"--budget-s {budget_s:g}: all parts need at least {LEAST_S['corun'] / SHARES['corun']:.0f} s")
+    if budget_s < LEAST_BUDGET_S:
+        raise ConfigError(f"--budget-s {budget_s:g}: all parts need at least {LEAST_BUDGET_S:.0f} s")
     started_s = time.monotonic() if started_s is None else started_s
     session.claimed(out).release(undo=True)
     outcome = Outcome()
@@ -122,12 +134,16 @@ def stages(target: Target, out: Path, *, budget_s: float, arguments: Sequence[st
         for _ in range(ATTEMPTS):
             seconds = left_s(part)
             if seconds < LEAST_S[part]:
+                say(f"no {'further ' * bool(codes)}process for part {part}: {max(0.0, seconds):.0f} s are left, "
+                    f"{LEAST_S[part]:.0f} needed")
                 break
             command = [sys.executable, "-m", "bullet.cli.profile", "sweep", "--part", part, "--budget-s", f"{seconds:.0f}",
                        "--out", str(out), *arguments]
-            codes.append(run(command, seconds, lambda: None))
+            codes.append(run(command, seconds, lambda: None, grace_s=LAST_GRACE_S if part == last else 20.0))
             if codes[-1] in (130, 143) and left_s(part) > 0:  # before its time: somebody's signal
                 raise KeyboardInterrupt
+            if codes[-1] == 130:
+                say(f"part {part} was interrupted at the end of its time")
             if codes[-1] in (0, 2, 130):
                 break
             _settle(out)
@@ -152,23 +168,40 @@ def _settle(out: Path) -> None:
 
 
 def _engine(out: Path, seconds: float, arguments: Sequence[str], outcome: Outcome, say: Say, run: Run) -> None:
+    archive = out / ENGINE
+    if _finished(archive):
+        say(f"engine: it was done before, {archive} stays as it is")
+        return
     work = Path(tempfile.mkdtemp(prefix="bullet-engine-"))
     folder, log = work / "engine", work / ENGINE_LOG
     command = [sys.executable, "-m", "bullet.cli.run", "validate", "--device", "cuda", "--budget-s", f"{seconds:.0f}", *arguments,
                "--out", str(folder)]
-    archive = out / ENGINE
     try:
+        if archive.exists():  # of a command that was cut: in the new archive as it was
+            shutil.copyfile(archive, work / "before.tar.gz")
+
         def keep() -> None:
             pack(work, archive)
 
-        code = run_process(command, seconds, keep, log=log) if run is run_process else run(command, seconds, keep)
+        code = run(command, seconds, keep, log=log, grace_s=LAST_GRACE_S)
         outcome.statuses["engine"] = [code]
+        (work / STATUS).write_text(f"{code}\n")
         keep()
         tail = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else []
         say("\n".join([f"engine: exit status {code}; its folder and what it said: {archive}",
                        *(f"  {line[:160]}" for line in tail)]))
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _finished(archive: Path) -> bool:
+    """Whether the engine that it is of came to its end without a fault."""
+    try:
+        with tarfile.open(archive) as tar:
+            found = tar.extractfile(STATUS)
+            return found is not None and found.read().strip() == b"0"
+    except (OSError, tarfile.TarError, KeyError, EOFError):
+        return False
 
 
 def pack(folder: Path, archive: Path, limit_bytes: int = MAX_ARCHIVE_BYTES) -> None:
@@ -188,6 +221,8 @@ def pack(folder: Path, archive: Path, limit_bytes: int = MAX_ARCHIVE_BYTES) -> N
                 break
         beside.replace(archive)
     except OSError as exc:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise ResultsError(f"{archive}: cannot be written ({exc.strerror}); rows until here are kept") from None
 
 

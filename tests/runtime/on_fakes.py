@@ -69,6 +69,12 @@ def install() -> None:
 
 if __name__ == "__main__":
     assert sys.argv[1] == "-m", "on_fakes.py -m MODULE ARGUMENTS"
+    if sys.argv[2] == "bullet.cli.run":  # the engine has tests of its own: here it leaves a folder and a word
+        folder = Path(sys.argv[sys.argv.index("--out") + 1])
+        folder.mkdir()
+        (folder / "steps.json").write_text("[]")
+        sys.stdout.write("an engine ran\n")
+        sys.exit(0)
     install()
     sys.executable = os.environ["FAKES_PYTHON"]
     module, sys.argv = sys.argv[2], sys.argv[2:]

@@ -526,7 +526,7 @@ def test_a_signal_during_the_check_destroys_contexts(gpu, capsys, monkeypatch, n
 
 
 def test_another_process_that_arrives_ends_the_sweep(gpu, tmp_path, capsys):
-    there = [["pid 5"]] * 3 + [["pid 5", "pid 77 (python)"]] * 99  # pid 5 is ours, under a container's number
+    there = [["pid 5"]] * 30 + [["pid 5", "pid 77 (python)"]] * 99  # pid 5 is ours, under a container's number
     gpu.options["read_processes"] = lambda: there.pop(0)
     command = ["sweep", "--budget-s", "240", "--out", str(tmp_path)]
     assert profile_cli.main(command) == 2

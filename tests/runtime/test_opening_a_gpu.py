@@ -36,14 +36,16 @@ RATES = Rates(132, 6e14, 3e12)
 def machine(monkeypatch, planned_points_only):
     """``start(**options)`` sets up a machine: options of the stub driver under ``stub``, of the card, and of FakeCuda."""
 
-    def start(*, processes="", memory_error="", capability=(9, 0), stub=None, free_bytes=100 << 30, alias="", **options):
-        """``alias``: our own process as nvidia-smi lists it in a container, once CUDA is initialised."""
+    def start(*, processes="", memory_error="", capability=(9, 0), stub=None, free_bytes=100 << 30, alias="", name="NVIDIA H200",
+              tools=True, **options):
+        """``alias``: our own process as nvidia-smi lists it in a container, once CUDA is initialised. ``tools``: NVML or
+        nvidia-smi is there."""
         driver = StubDriver(**(stub or {}))
         cuda = FakeCuda(driver, **options)
-        for name in ("Event", "Stream", "ExternalStream", "CUDAGraph", "stream", "synchronize", "empty_cache",
+        for call in ("Event", "Stream", "ExternalStream", "CUDAGraph", "stream", "synchronize", "empty_cache",
                      "graph_pool_handle", "current_blas_handle", "_sleep"):
-            monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-        properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=capability[0],
+            monkeypatch.setattr(torch.cuda, call, getattr(cuda, call))
+        properties = SimpleNamespace(name=name, multi_processor_count=driver.num_sms, major=capability[0],
                                      minor=capability[1], L2_cache_size=60 << 20, total_memory=141 << 30)
         initialised: list[bool] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -71,7 +73,13 @@ def machine(monkeypatch, planned_points_only):
         answers = {"--query-compute-apps=pid,process_name": processes, "--query-gpu=driver_version": "580.1"}
         # Its clock stands still but for the tests that move it: an answer that is kept is kept for good.
         time = SimpleNamespace(now=0.0)
-        reader = card.CardReader(command=lambda a: answers.get(a[3], "1980, 3201, 41, 300\n"), clock=lambda: time.now)
+
+        def smi(arguments):
+            if not tools:
+                raise FileNotFoundError("nvidia-smi")
+            return answers.get(arguments[3], "1980, 3201, 41, 300\n")
+
+        reader = card.CardReader(command=smi, clock=lambda: time.now)
         monkeypatch.setattr(card.CardReader, "open", classmethod(lambda cls: reader))
         return SimpleNamespace(driver=driver, cuda=cuda, answers=answers, time=time)
     return start
@@ -162,7 +170,64 @@ def test_a_process_that_comes_later_is_not_confused_with_ourselves(machine, tmp_
 
     monkeypatch.setattr(bench_cuda.CudaBench, "measure", arrives)
     assert "another process has come to the GPU (pid 4711 (python))" in error_of(["sweep", "--out", str(tmp_path)], capsys)
-    assert len(calls) == 45  # it is seen at the next anchor, after 40 points; 5 are the check's GEMMs and the layers' trial
+    assert len(calls) == 40  # it is seen after the next point, when what nvidia-smi said ten seconds ago no longer stands
+    rows = read_journal(tmp_path / "samples.jsonl")[1]
+    assert {r["busy"] for r in rows} == {False}
+    assert nothing_left(gpu)
+
+
+def test_beside_a_process_that_comes_later_rows_are_marked_from_then_on(machine, tmp_path, capsys, monkeypatch):
+    """Marked, not ended; who came while a point was measured has disturbed that point too."""
+    gpu = machine()
+    measure, calls = bench_cuda.CudaBench._measure, []
+
+    def arrives(self, point):
+        calls.append(point)
+        gpu.time.now += 20.0
+        if len(calls) == 31:
+            gpu.answers["--query-compute-apps=pid,process_name"] += "4711, python\n"
+        return measure(self, point)
+
+    monkeypatch.setattr(bench_cuda.CudaBench, "_measure", arrives)
+    assert profile_cli.main(["sweep", "--part", "corun", "--splits", "112+20", "--budget-s", "60", "--allow-busy", "--out",
+                             str(tmp_path)]) == 0
+    rows = read_journal(tmp_path / "samples.jsonl")[1]
+    marked = [r["busy"] for r in rows if r["kind"] != "anchor"]
+    assert marked == sorted(marked)  # False before, True after
+    first = next(r for r in rows if r["busy"])
+    assert calls[30].key in first["id"]
+    assert "whole: co-run matrix" in capsys.readouterr().out
+    assert nothing_left(gpu)
+
+
+def test_a_mig_slice_has_no_green_contexts_and_is_measured_without(machine, tmp_path, capsys):
+    """One line that says what is in the way; the sweep goes on with plain streams on the slice's SMs, and its plan knows that
+    it is a seventh of a card."""
+    stub = {"fail": {"cuDeviceGetDevResource": (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)}, "num_sms": 16}
+    gpu = machine(stub=dict(stub), name="NVIDIA H200 MIG 1g.18gb", free_bytes=16 << 30)
+    assert "this GPU or driver has no green contexts: driver 555 or newer is needed (not under MIG or vGPU)" in error_of(
+        ["check", "--out", str(tmp_path)], capsys)
+    gpu = machine(stub=dict(stub), name="NVIDIA H200 MIG 1g.18gb", free_bytes=16 << 30)
+    assert profile_cli.main(["sweep", "--part", "corun", "--budget-s", "100", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "no partition: cuDeviceGetDevResource answered CUDA_ERROR_NOT_SUPPORTED" in out
+    rows = read_journal(tmp_path / "samples.jsonl")[1]
+    assert {(r["gpu"], r["device_sms"], r["partition"]) for r in rows} == {("NVIDIA H200 MIG 1g.18gb", 16, "none")}
+    assert {r["sharing"] for r in rows if r["kind"] == "corun"} == {"plain", "priority"}
+    assert nothing_left(gpu)
+    whole, slice_ = (card.rates_for(card.Props(name, sms, (9, 0), 60 << 20, 1 << 34))
+                     for name, sms in (("NVIDIA H200", 132), ("NVIDIA H200 MIG 1g.18gb", 16)))
+    assert slice_.flops_per_s < whole.flops_per_s / 4
+
+
+def test_without_nvml_and_nvidia_smi_rows_are_taken_and_their_clocks_unknown(machine, tmp_path, capsys):
+    """But for the clock inside the window, which a kernel of ours tells."""
+    gpu = machine(tools=False)
+    assert profile_cli.main(["sweep", "--part", "corun", "--splits", "112+20", "--budget-s", "60", "--out", str(tmp_path)]) == 0
+    rows = read_journal(tmp_path / "samples.jsonl")[1]
+    assert {(r["driver"], r["clock_sm_hz"], r["power_w"], r["throttle"]) for r in rows} == {(None, None, None, None)}
+    assert all(r["clock_window_hz"] == pytest.approx(1.5e9) for r in rows)
+    assert {r["partition"] for r in rows if r["split_decode_sms"] is not None and r["sharing"] == "split"} == {"proven"}
     assert nothing_left(gpu)
 
 

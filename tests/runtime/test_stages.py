@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -42,7 +43,7 @@ def fake_python(folder, root=ROOT):
 
 def run_with(codes, calls):
     """Stands in for a process: the next status of its part."""
-    def run(command, limit_s, tick):
+    def run(command, limit_s, tick, *, log=None, grace_s=20.0):
         part = command[command.index("--part") + 1] if "--part" in command else "engine"
         calls.append((part, limit_s, list(command)))
         tick()
@@ -78,7 +79,7 @@ def test_what_is_to_be_repaired_ends_it_and_so_does_a_signal(tmp_path):
     assert len(calls) == 1
     with pytest.raises(KeyboardInterrupt):
         stages.stages(Target("cuda"), tmp_path, budget_s=600, run=run_with({"corun": [130]}, calls))
-    with pytest.raises(ConfigError, match="need at least 40 s"):
+    with pytest.raises(ConfigError, match="need at least 60 s"):
         stages.stages(Target("cuda"), tmp_path, budget_s=30)
 
 
@@ -95,6 +96,53 @@ def test_an_archive_is_whole_at_any_time_and_leaves_out_what_can_be_made_again(t
     with tarfile.open(archive) as tar:
         assert tar.getnames() == ["engine/real/requests.parquet"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["engine.tar.gz", "work"]
+
+
+def test_what_the_engine_left_before_is_not_written_over(tmp_path):
+    """Done before: it stays. Cut before: it lies in the new archive, whatever becomes of that."""
+    calls: list = []
+    archive = tmp_path / "engine.tar.gz"
+    for code in (1, 0, 0):
+        stages._engine(tmp_path, 100.0, [], stages.Outcome(), lambda line: None, run_with({"engine": [code]}, calls))
+    assert len(calls) == 2
+    with tarfile.open(archive) as tar:
+        assert sorted(tar.getnames()) == ["before.tar.gz", "status.txt"]
+        assert tar.extractfile("status.txt").read() == b"0\n"
+        with tarfile.open(fileobj=tar.extractfile("before.tar.gz")) as before:
+            assert before.extractfile("status.txt").read() == b"1\n"
+    archive.write_bytes(archive.read_bytes()[:60])
+    assert not stages._finished(archive)
+
+
+def test_a_part_without_time_is_said_and_one_that_overran_costs_the_others_nothing(tmp_path):
+    calls: list = []
+    said: list[str] = []
+    outcome = stages.stages(Target("cuda"), tmp_path, budget_s=60, started_s=time.monotonic() - 12, say=said.append,
+                            run=run_with({"own": [0], "engine": [0]}, calls))
+    assert said[0] == "no process for part corun: 18 s are left, 20 needed"
+    assert [part for part, _, _ in calls] == ["own"]
+    assert said[-1] == "no engine: 42 s are left, 60 needed"
+    assert outcome.status == 0
+    calls.clear()
+    clock = [0.0]
+
+    def overruns(command, limit_s, tick, **options):
+        clock[0] += limit_s + 1
+        return run_with({"corun": [130], "own": [0]}, calls)(command, limit_s, tick)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages.time, "monotonic", lambda: clock[0])
+        outcome = stages.stages(Target("cuda"), tmp_path, budget_s=600, engine=False, say=said.append, run=overruns)
+    assert [part for part, _, _ in calls] == ["corun", "own"]
+    assert "part corun was interrupted at the end of its time" in said
+    assert outcome.status == 0
+
+
+def test_a_process_that_does_not_heed_the_interrupt_is_killed(tmp_path):
+    code = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun', flush=True)\ntime.sleep(60)"
+    began = time.monotonic()
+    assert stages.run_process([sys.executable, "-c", code], 1.0, lambda: None, log=tmp_path / "log", grace_s=0.5) == -9
+    assert time.monotonic() - began < 10
 
 
 def test_a_process_is_interrupted_at_its_limit_and_its_words_are_kept(tmp_path):
@@ -218,7 +266,7 @@ def test_which_tiers_are_whole_is_said():
 
 def test_engine_archive_is_kept_when_the_command_is_cut(tmp_path, monkeypatch):
     """What was there at the last archive is under OUT, whatever comes then."""
-    def cut(command, limit_s, tick, log=None):
+    def cut(command, limit_s, tick, *, log=None, grace_s=20.0):
         folder = Path(command[command.index("--out") + 1])
         folder.mkdir()
         (folder / "steps.json").write_text("{}")
@@ -261,6 +309,36 @@ def test_all_parts_on_a_faked_card_of_which_one_loses_the_device(tmp_path):
     assert read_evidence(out / "graphs.jsonl.gz")
     assert sorted(p.name for p in out.rglob("*")) == ["check.json", "graphs.jsonl.gz", "progress.json",
                                                       "samples.jsonl", "samples.parquet", "summary.txt"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None or shutil.which("git") is None or not (ROOT / ".git").exists(),
+                    reason="needs make, git and a repository to clone")
+@pytest.mark.parametrize("card", ["simulated", "fakes"])
+def test_the_documented_command_runs_from_a_fresh_clone(tmp_path, card):
+    """The line of docs/profiling.md, with less time and one split; all that it leaves is under OUT, in at most eight files."""
+    if card == "fakes":
+        pytest.importorskip("torch")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True, capture_output=True)
+    command = "make gpu BUDGET_S=600 OUT=runs/gpu"
+    assert f"\n{command} " in (clone / "docs" / "profiling.md").read_text(encoding="utf-8")
+    python, environment = (sys.executable, dict(os.environ)) if card == "simulated" else fake_python(tmp_path, clone)
+    environment.pop("PYTHONPATH", None)
+    further = "--allow-busy" if card == "fakes" else "--device simulated"
+    done = subprocess.run([*command.replace("BUDGET_S=600", "BUDGET_S=180").split(), f"GPU_PYTHON={python}",
+                           f"GPU_ARGS={further} --splits 112+20"], cwd=clone, env=environment, capture_output=True, text=True,
+                          timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "whole: co-run matrix" in done.stdout
+    files = {str(p.relative_to(clone / "runs" / "gpu")) for p in (clone / "runs" / "gpu").rglob("*")}
+    wanted = {"check.json", "samples.jsonl", "samples.parquet", "summary.txt"}
+    if card == "fakes":
+        wanted |= {"graphs.jsonl.gz", "progress.json", "engine.tar.gz"}
+        with tarfile.open(clone / "runs" / "gpu" / "engine.tar.gz") as tar:
+            assert sorted(tar.getnames()) == ["engine.txt", "engine/steps.json", "status.txt"]
+    assert files == wanted
+    left = subprocess.run(["git", "status", "--porcelain", "--ignored"], cwd=clone, capture_output=True, text=True, check=True)
+    assert {line.split()[-1] for line in left.stdout.splitlines() if "__pycache__" not in line} == {"runs/"}
 
 
 def test_a_process_that_crashes_leaves_its_rows_a_table_and_the_next_goes_on(tmp_path):
