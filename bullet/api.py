@@ -24,12 +24,10 @@ from bullet.errors import ConfigError, ResultsError
 from bullet.files import Claim, safe_name, write_json, write_text
 from bullet.policies.sharing import share_options
 from bullet.results import folder as folders
-from bullet.results import metrics, page, plots, tables
+from bullet.results import metrics, tables
 from bullet.results.columns import RequestTable, Rows, RunOutcome, StepTable, Table
 from bullet.signals import Say, Watch, silent, unwatched
-from bullet.sweeps import seeds as seeds_of
 from bullet.workload import Workload, load_workload, resolved
-from bullet.workload.formats.bench import measured_figures
 from bullet.workload.report import run_lines
 
 if TYPE_CHECKING:
@@ -86,8 +84,10 @@ class Run:
         """Distributions of TTFT and TPOT."""
         return plot_latency([self])
 
-    def plot_sms(self, window_s: float = plots.WINDOW_S) -> Figure:
+    def plot_sms(self, window_s: float = 10.0) -> Figure:
         """Who holds the SMs: the whole run, and ``window_s`` seconds from its middle step by step."""
+        from bullet.results import plots
+
         return plots.plot_sm_share(self.step_table, _figures(self), window_s)
 
 
@@ -118,11 +118,15 @@ def table(runs: Sequence[Run], width: int = tables.WIDTH, measured: Mapping[str,
 
 def plot_latency(runs: Sequence[Run]) -> Figure:
     """Distributions of TTFT and TPOT, one curve a run."""
+    from bullet.results import plots
+
     return plots.plot_cdfs([run.request_table for run in runs], [_figures(run) for run in runs])
 
 
 def plot_comparison(runs: Sequence[Run]) -> Figure:
     """Latencies, throughput, attainment and where SM time went, one bar a run."""
+    from bullet.results import plots
+
     return plots.plot_comparison([_figures(run) for run in runs])
 
 
@@ -145,8 +149,8 @@ def simulate(config: Config, *, out: str | Path | None = None, report: bool = Tr
     (whole,), workload, device = prepare([asked], read.append)
     run = _simulate(whole, workload, device, None if out is None else Path(out), watch)
     say("\n".join([*read, table([run], width)]))
-    if run.folder is not None and report:
-        page.drawn(partial(_draw, run))
+    if report:
+        _draw_all([run])
     return run
 
 
@@ -166,7 +170,7 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"--policies {given!r}: must name each policy once, separated by commas")
     base, read = configuration(config), list[str]()
-    bench = None if measured is None else tables.measured_row(measured_figures(Path(measured)), Path(measured))
+    bench = None if measured is None else _measured(Path(measured))
     configs, workload, device = prepare([
         dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies],
         read.append)
@@ -191,11 +195,7 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
         (folder / COMPARING).unlink()
         say("\n".join([*read, table(runs, width, bench)]))
         if report:
-            for run in runs:
-                page.drawn(partial(_draw, run))
-            page.drawn(lambda: page.write_comparison_report(
-                folder, [run.request_table for run in runs], [_figures(run) for run in runs], [folder / name for name in names],
-                to_toml(runs[0].config)))
+            _draw_all(runs, folder)
     return runs
 
 
@@ -210,6 +210,8 @@ def over_seeds(config: Config, seeds: int, policies: str | Sequence[str] | None 
     """
     if not 2 <= seeds <= 10_000:
         raise ConfigError(f"--seeds {seeds}: must be 2 to 10,000: an interval needs two runs")
+    from bullet.sweeps import seeds as seeds_of
+
     base, read = configuration(config), list[str]()
     found: list[list[Run]] = []
 
@@ -273,12 +275,28 @@ def figures(run: Run) -> dict[str, Any]:
     return {name: value for name, value in _figures(run).items() if name != "complete"}
 
 
-def _draw(run: Run) -> None:
-    assert run.folder is not None
-    steps = run.steps_kept
-    if steps is None:
-        steps = folders.StoredSteps([run.folder / "steps.parquet"], rows=run.summary["steps"])
-    page.write_run_report(run.folder, Rows(steps, run.request_table), figures(run), to_toml(run.config))
+def _measured(path: Path) -> dict[str, Any]:
+    from bullet.workload.formats.bench import measured_figures
+
+    return tables.measured_row(measured_figures(path), path)
+
+
+def _draw_all(runs: Sequence[Run], folder: Path | None = None) -> None:
+    """Each run's plots and page, where it has a folder, and the comparison's in ``folder``."""
+    from bullet.results import page
+
+    def draw(run: Run, at: Path) -> None:
+        steps = run.steps_kept
+        if steps is None:
+            steps = folders.StoredSteps([at / "steps.parquet"], rows=run.summary["steps"])
+        page.write_run_report(at, Rows(steps, run.request_table), figures(run), to_toml(run.config))
+
+    places = [run.folder for run in runs if run.folder is not None]
+    for run, place in zip(runs, places, strict=False):
+        page.drawn(partial(draw, run, place))
+    if folder is not None:
+        page.drawn(lambda: page.write_comparison_report(folder, [run.request_table for run in runs],
+                                                        [_figures(run) for run in runs], places, to_toml(runs[0].config)))
 
 
 def split_names(text: str) -> list[str]:

@@ -316,9 +316,17 @@ def typed(value: Any, kind: type[_T], where: str | Path, error: Error, prefix: s
     else for anything. ``error`` names ``where`` and, after ``prefix``, the key: absent, unknown (unless ``others``
     may be there too), or of another type.
 
-    Without msgspec (``make gpu`` installs nothing) what the package ships and what flags say is taken as it is; other files are
-    refused.
+    What is right at a glance (:func:`_plainly`), as nearly all flags and the package's own files are, does not ask msgspec, which
+    takes 30 ms to import and words the refusals. Without it (``make gpu`` installs nothing) what the package ships and what flags
+    say is taken as it is; other files are refused.
     """
+    try:
+        if _plainly(value, kind, others):
+            return typing.cast(_T, _built(value, kind))
+    except BulletError as exc:  # of a __post_init__
+        raise error(f"{where}: {exc}") from None
+    except (TypeError, ValueError):  # a key that is missing: msgspec has the words
+        pass
     try:
         import msgspec
     except ImportError:
@@ -384,14 +392,54 @@ def _told(message: str, value: Any, prefix: str) -> str:
     return f"{key} = {short(value)}: {what}" if key else what
 
 
+def _plainly(value: Any, kind: Any, others: bool = False) -> bool:
+    """Whether ``value`` is a ``kind`` beyond doubt. Where it is not, msgspec decides: this knows a few kinds only, and nothing of
+    a key that is missing."""
+    if kind is Any:
+        return True
+    if kind is float:
+        return type(value) in (float, int)
+    if kind in (int, str, bool, type(None)):
+        return type(value) is kind
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(_plainly(value, one, others) for one in inner)
+    if dataclasses.is_dataclass(kind):
+        hints = type_hints(typing.cast(Hashable, kind))
+        if type(value) is not dict or not (others or value.keys() <= hints.keys()):
+            return False
+        pairs = [(one, hints[name]) for name, one in value.items() if name in hints]
+    elif origin in (list, tuple) and type(value) is list:
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis or origin is list else inner
+        if len(kinds) != len(value):
+            return False
+        pairs = list(zip(value, kinds, strict=True))
+    elif origin in (dict, Mapping) and type(value) is dict:
+        pairs = [pair for key, one in value.items() for pair in ((key, inner[0]), (one, inner[1]))]
+    else:
+        return False
+    return all(_plainly(one, of, others) for one, of in pairs)
+
+
 def _built(value: Any, kind: Any) -> Any:
-    """Plain data of our own as a ``kind``."""
+    """Plain data that are right as a ``kind``."""
+    origin, inner_kinds = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        exact_first = sorted(inner_kinds, key=lambda one: one is not type(value))
+        kind = next((one for one in exact_first if _plainly(value, one, True)), None)
+        return value if kind is None else _built(value, kind)
+    if kind is float and type(value) is int:
+        return float(value)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         hints = type_hints(typing.cast(Hashable, kind))
-        return typing.cast("type[Any]", kind)(**{name: _built(inner, hints[name]) for name, inner in value.items()})
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
-        inner_kinds = typing.get_args(kind)
+        return typing.cast("type[Any]", kind)(**{name: _built(inner, hints[name]) for name, inner in value.items()
+                                                 if name in hints})
+    if origin is tuple and isinstance(value, list):
         if inner_kinds[-1] is Ellipsis:
             inner_kinds = (inner_kinds[0],) * len(value)
         return tuple(_built(inner, of) for inner, of in zip(value, inner_kinds, strict=True))
+    if origin is list and isinstance(value, list):
+        return [_built(inner, inner_kinds[0]) for inner in value]
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
+        return {key: _built(inner, inner_kinds[1]) for key, inner in value.items()}
     return value

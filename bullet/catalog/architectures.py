@@ -8,7 +8,6 @@ Defaults are those of the public configuration classes of transformers 5.24; par
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
            "max_sequence_length", "max_seq_length", "seq_len", "max_target_positions")
 """Where the longest context stands; the least of them holds, and ``model_max_length`` (Command-R) before any, as in vLLM."""
 
-HARMLESS = re.compile(
+HARMLESS = (
     r"(.*_token_ids?|.*dropout\w*|.*pdrop|.*_eps|.*epsilon|.*_coef|.*_bound|init\w*|.*_init|.*initializer\w*|.*jitter\w*"
     r"|(id2label|label2id|problem_type|task_specific_params|num_labels|architectures|model_type|auto_map"
     r"|_name_or_path|name_or_path|transformers_version|torch_dtype|dtype|quantization_config|compression_config|is_decoder|is_encoder_decoder|use_cache"
@@ -51,16 +50,17 @@ HARMLESS = re.compile(
     r"|max_window_layers|use_sliding_window|sliding_window|sliding_window_size|sliding_window_pattern|_sliding_window_pattern"
     r"|layer_types|window_attn_skip_freq|interpolate_factor|full_attn_mod|rotary_scaling_factor|rope_pct|rope_percent|fc_type|tokenizer_name|tokenizer_class|prefix|pruned_heads|sep_token|finetuning_task|license|language))$"
 )
-"""Keys that decide neither size nor work nor KV: special tokens, training, scales, activation functions of the same cost, rotary
-details, experts' routing rules, multi-token prediction (its layers are not loaded for plain serving), parts for other media. The
-window keys are read by every entry, so that one that is switched on is refused where the architecture has none."""
+"""Pattern of keys that decide neither size nor work nor KV: special tokens, training, scales, activation functions of the same
+cost, rotary details, experts' routing rules, multi-token prediction (its layers are not loaded for plain serving), parts for
+other media. The window keys are read by every entry, so that one that is switched on is refused where the architecture has none.
+(A pattern, not compiled: a built-in model needs none.)"""
 
 RECURRENT = frozenset({
     "mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "jamba", "bamba", "zamba", "zamba2",
     "falcon_h1", "nemotron_h", "recurrent_gemma", "granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
     "qwen3_5_moe_text", "kimi_linear", "minimax", "minimax_text_01", "olmo_hybrid", "lfm2", "lfm2_moe", "plamo2",
     "bailing_hybrid", "bailing_moe_linear", "phi4flash", "hymba", "retnet"})
-RECURRENT_KEYS = re.compile(
+RECURRENT_KEYS = (
     r"(mamba\w*|ssm\w*|linear_\w+_heads?\w*|linear_attn_config|full_attention_interval|state_size|conv_kernel|d_conv"
     r"|attn_layer_period|attn_layer_indices|layers_block_type|hybrid_override_pattern|lru_width|block_types)$"
 )

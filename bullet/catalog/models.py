@@ -7,11 +7,10 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from bullet.catalog.reader import read_config
 from bullet.catalog.spec import ModelSpec
 from bullet.errors import ConfigError
 
-__all__ = ["MODELS", "ModelSpec", "described", "get_model", "model_label", "read_config"]
+__all__ = ["MODELS", "ModelSpec", "described", "get_model", "model_label"]
 
 # Values of the public config.json of meta-llama/Llama-3.1-8B, meta-llama/Llama-3.1-70B, Qwen/Qwen3-32B.
 MODELS: Mapping[str, ModelSpec] = types.MappingProxyType({m.name: m for m in (
@@ -27,6 +26,8 @@ def get_model(name: str) -> ModelSpec:
     if name in MODELS:
         return MODELS[name]
     if name.endswith(".json"):
+        from bullet.catalog.reader import read_config
+
         return read_config(name)
     raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or give a path to a config.json")
 

@@ -82,7 +82,7 @@ def _entry(path: Path, raw: Raw, outer: Raw) -> tuple[str, Entry]:
         if isinstance(outer.get("architectures") or raw.get("architectures") or (), list)
         else []
     )
-    recurrent = next((key for key in raw if RECURRENT_KEYS.match(key) and raw[key]), None)
+    recurrent = next((key for key in raw if re.match(RECURRENT_KEYS, key) and raw[key]), None)
     kinds = raw.get("layer_types")
     if isinstance(kinds, list):
         recurrent = next(
@@ -240,7 +240,7 @@ class _Reader:
     def _refuse_unknown(self) -> None:
         known = [re.compile(rf"{key}$") for key in self.entry.keys]
         for key, value in self.raw.items():
-            if key in self.used or value is None or value is False or HARMLESS.match(key) or any(k.match(key) for k in known):
+            if key in self.used or value is None or value is False or re.match(HARMLESS, key) or any(k.match(key) for k in known):
                 continue
             raise self.fail(
                 f"{key} = {short(value)}: not known of model_type {self.model_type!r}, and may change its size or its work: "

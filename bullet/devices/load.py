@@ -1,12 +1,14 @@
 """The device of a configuration: fitted, tables, measured step times; and how many tokens of KV fit on it.
 
-Stands above all devices, so that none of them imports another one's loader.
+Stands above all devices, so that none of them imports another one's loader. Tables and step times are imported where a
+configuration names them: most runs are of a fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bullet.catalog.gpus import GpuSpec, get_gpu
 from bullet.catalog.models import ModelSpec, get_model, model_label
@@ -15,12 +17,12 @@ from bullet.devices import PROFILES, profile_folder
 from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
-from bullet.devices.measured import MeasuredDevice, StepProfile
-from bullet.devices.table import TABLE, TableDevice, check_tables, read_tables, table_path, tables_in
-from bullet.devices.table_group import with_all_reduce
-from bullet.devices.table_samples import read_samples
 from bullet.door import is_file
 from bullet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bullet.devices.measured import MeasuredDevice
+    from bullet.devices.table import TableDevice
 
 
 def served_model(config: DeviceConfig) -> ModelSpec:
@@ -80,6 +82,8 @@ def load_device(config: DeviceConfig, *, cache: bool = True) -> Device:
         return load_tables(config, model, gpu, profile_folder(gpu, model))
     if config.timing.startswith("table:"):
         return load_tables(config, model, gpu, Path(config.timing.removeprefix("table:")))
+    from bullet.devices.table import tables_in
+
     folder = Path(config.timing)
     fitted, steps = folder / "fit.json", folder / "steps.json"
     if not (is_file(fitted, ConfigError) or is_file(steps, ConfigError)) and tables_in(folder):
@@ -133,6 +137,10 @@ def _fitted(coefficients: DeviceCoefficients, config: DeviceConfig, model: Model
 def load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Path) -> TableDevice:
     """An engine's own tables where the folder has them (``engine_tables.parquet``, a shard's ``engine_tables.tpN.parquet``), else
     its samples of single kernels."""
+    from bullet.devices.table import TABLE, TableDevice, check_tables, read_tables, table_path, tables_in
+    from bullet.devices.table_group import with_all_reduce
+    from bullet.devices.table_samples import read_samples
+
     if config.kv_dtype == "fp8":
         raise ConfigError(f"{TABLE}: the tables were measured with KV of 16 bits, not device.kv_dtype (--kv-dtype) = fp8")
     tp = config.tensor_parallel
@@ -166,6 +174,8 @@ def load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Pa
 
 def _load_steps(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> MeasuredDevice:
     """The step times of a file."""
+    from bullet.devices.measured import MeasuredDevice, StepProfile
+
     profile = StepProfile.from_json(path)
     if config.tensor_parallel != 1:
         raise ConfigError(f"{path}: step times of one device, not of device.tensor_parallel = {config.tensor_parallel}")

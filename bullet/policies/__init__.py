@@ -102,11 +102,11 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
 def build_policy(config: RunConfig, model: ModelSpec, gpu: GpuSpec, splits: SplitTable, device: Device | None, *,
                  prefix_cache: bool = False) -> Policy:
     """The policy that a configuration names; its estimator, where it asks one, starts from ``device``."""
-    from bullet.estimators.make import make_estimator
-
     chosen, estimator = config.policy, None
     assert config.slo.tpot_s is not None
     if needs_estimator(chosen.name):
+        from bullet.estimators.make import make_estimator
+
         assert device is not None
         estimator = make_estimator(chosen.estimator, device=device.sampled(), model=model, gpu=gpu, splits=splits,
                                    seed=config.seed, recalibrate=chosen.recalibrate, error=chosen.estimator_error)

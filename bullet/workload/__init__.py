@@ -23,11 +23,10 @@ from bullet.workload.arrivals import (
 )
 from bullet.workload.builtin import BUILTIN, Builtin, load_builtin
 from bullet.workload.cuts import Window, counted_from
-from bullet.workload.read import read_trace
 from bullet.workload.table import BlockIds, Reading, Table, shared_prefixes
 
 __all__ = ["BUILTIN", "Builtin", "ClosedLoop", "Description", "PhaseTrace", "Reading", "Workload", "describe", "describe_table",
-           "load_builtin", "load_trace", "load_workload", "read_trace", "resolved", "stream"]
+           "load_builtin", "load_trace", "load_workload", "resolved", "stream"]
 
 MOST_REQUESTS = 10**8
 """Three arrays of that length take 2.4 GB; a larger count is a slip of the hand."""
@@ -221,6 +220,8 @@ def load_trace(config: WorkloadConfig, *, inspecting: bool = False) -> tuple[Tab
         return _capped(_cut(load_builtin(name), config), config), BUILTIN[name].source
     # What looks like a path is one, so that a mistyped file name is called missing and not an unknown trace.
     if name and ("/" in name or "." in name or _exists(name)):
+        from bullet.workload.read import read_trace  # twenty modules, for a file alone
+
         return _capped(read_trace(config, inspecting=inspecting), config), name
     raise TraceError(f"unknown trace {name!r}: choose one of {', '.join(BUILTIN)}, or give a path to a .csv or .jsonl "
                      "file")
