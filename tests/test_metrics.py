@@ -80,9 +80,9 @@ def test_goodput_between_measured_rates() -> None:
 def test_weighted_percentile_equals_numpys_on_the_values_spelt_out() -> None:
     values, counts = np.array([3.0, 1.0, 2.0]), np.array([1, 8, 1])
     for percent in (0, 50, 80, 90, 99, 100):
-        assert metrics.weighted_percentile(values, counts, percent) == pytest.approx(
+        assert metrics.weighted_percentiles(values, counts, [percent])[0] == pytest.approx(
             float(np.percentile(np.repeat(values, counts), percent)))
-    assert metrics.weighted_percentile(np.array([]), np.array([], dtype=np.int64), 50) is None
+    assert metrics.weighted_percentiles(np.array([]), np.array([], dtype=np.int64), [50]) == [None]
 
 
 def test_percentiles_of_many_gaps_are_those_of_the_sorted_ones() -> None:
@@ -94,5 +94,5 @@ def test_percentiles_of_many_gaps_are_those_of_the_sorted_ones() -> None:
         counts = rng.integers(1, 5, len(values)).astype(np.int32)
         written_out = np.repeat(values, counts)
         for percent in (0, 37.3, 50, 99, 100):
-            assert metrics.weighted_percentile(values, counts, percent) == pytest.approx(
+            assert metrics.weighted_percentiles(values, counts, [percent])[0] == pytest.approx(
                 float(np.percentile(written_out, percent)), rel=1e-12)

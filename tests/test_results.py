@@ -272,6 +272,7 @@ def test_steps_in_files_read_as_those_in_memory(tmp_path: Path, monkeypatch: pyt
     """A long run's steps stay in their part files and then in the merged one; batches are cut at the same rows everywhere."""
     monkeypatch.setattr(columns, "BATCH_ROWS", 6)
     monkeypatch.setattr(folder, "BATCH_ROWS", 6)
+    monkeypatch.setattr(folder, "KEPT_ROWS", 0)
     rows = [step(i, None if i % 5 == 2 else 0.5) for i in range(22)]
     memory = StepTable.from_rows(rows)
     with RunWriter(tmp_path / "run", part_rows=4) as writer:
@@ -293,7 +294,9 @@ def test_steps_in_files_read_as_those_in_memory(tmp_path: Path, monkeypatch: pyt
     assert load_run(tmp_path / "run").steps["reason"].tolist() == memory["reason"].tolist()
 
 
-def test_many_requests_come_back_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept_rows", [0, 5, 100])
+def test_many_requests_come_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_rows: int) -> None:
+    monkeypatch.setattr(folder, "KEPT_ROWS", kept_rows)
     with RunWriter(tmp_path / "run", part_rows=3) as writer:
         writer.resolved(RunConfig())
         for i in range(8):

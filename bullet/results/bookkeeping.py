@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any
@@ -94,20 +94,23 @@ class Bookkeeping:
         """The TTFT that a policy is shown as a request's objective."""
         return self.mean_slo_s if self.policy_reads_mean else self.own_slo_s(prompt_tokens)
 
-    def arrived(self, now_s: float) -> Iterator[Request]:
-        """Requests that arrived by now, to be let in one by one; what can never be served is refused by name."""
-        kv = self.state.kv
+    def arrived(self, now_s: float, let_in: Callable[[Request], None]) -> None:
+        """Requests that arrived by now are let in one by one; what can never be served is refused by name."""
+        kv, arrivals, last = self.state.kv, self.arrivals, len(self.arrivals) - 1
+        mean_slo_s = self.mean_slo_s if self.policy_reads_mean else None
         while self.next_arrival_s <= now_s:
             i = self.next_arrival
             if self.sends is not None:
-                self.arrivals[i] = heappop(self.sends)
-            prompt, total = self.prompts[i], self.prompts[i] + self.outputs[i]
-            request = Request(i, self.arrivals[i], prompt, self.ttft_slo_s(prompt))
+                arrivals[i] = heappop(self.sends)
+            prompt = self.prompts[i]
+            total = prompt + self.outputs[i]
+            request = Request(i, arrivals[i], prompt, self.own_slo_s(prompt) if mean_slo_s is None else mean_slo_s)
             request.queued_s = self.next_arrival_s
             self.next_arrival = i + 1
-            self.next_arrival_s = self._arrival_after(i)
+            self.next_arrival_s = self._arrival_after(i) if self.sends is not None or i == last else (
+                arrivals[i + 1] + self.host_request_s)
             if total <= self.longest_tokens and kv.blocks_for(total - 1) <= kv.total_blocks:
-                yield request
+                let_in(request)
                 continue
             request.phase = Phase.REJECTED
             self._close(request, "rejected", "over_context" if total > self.longest_tokens else "over_kv_capacity", None)
@@ -148,7 +151,7 @@ class Bookkeeping:
         """A row of requests.parquet."""
         self.sink.request((request.id, request.arrival_s, request.prompt_tokens, self.outputs[request.id], status, reason,
                            request.admitted_s, request.first_token_s, finish_s, generated, request.preemptions,
-                           self.own_slo_s(request.prompt_tokens), self.mean_slo_s))
+                           self.slo_fixed_s + self.slo_per_token_s * request.prompt_tokens, self.mean_slo_s))
 
     def break_off(self, exc: BaseException) -> BaseException:
         """Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished. Returns what to

@@ -27,6 +27,8 @@ from bullet.results.columns import BATCH_ROWS, REQUEST_COLUMNS, STEP_COLUMNS, Re
 
 PART_ROWS = 16384
 """Rows that are held in memory before they go to a part file: 6 MB; a killed run loses no more than these."""
+KEPT_ROWS = 1 << 16
+"""Rows of parts that stay in memory as well: 10 MB."""
 IDLE_S, MOST_S = 2.0, 4.0
 """Measured rows go to the disk when they are as old as this and nothing runs, or in any case (:meth:`RunWriter.poll`)."""
 
@@ -141,6 +143,8 @@ class RunWriter:
         self._cells: dict[type[Table], list[Any]] = {StepTable: [], RequestTable: []}
         self._written = {StepTable: 0, RequestTable: 0}  # part files
         self._rows = {StepTable: 0, RequestTable: 0}  # in them
+        self._kept: dict[type[Table], list[Any] | None] = {StepTable: [], RequestTable: []}
+        """What stands in the part files, while it is little: a short run does not read its own rows back."""
         self._step_cells, self._request_cells = self._cells[StepTable], self._cells[RequestTable]
         self._offered: int | None = None
         self._tables: tuple[StepTable, RequestTable] | None = None
@@ -241,6 +245,11 @@ class RunWriter:
             self._written[cls] += 1
             self._rows[cls] += len(table)
             cells.clear()
+            kept = self._kept[cls]
+            if kept is not None:
+                kept.append(table)
+                if self._rows[cls] > KEPT_ROWS:
+                    self._kept[cls] = None
 
     def _part(self, cls: type[Table], number: int) -> Path:
         return self._parts / f"{_stem(cls)}-{number:05d}.parquet"
@@ -248,15 +257,21 @@ class RunWriter:
     def tables(self) -> tuple[StepTable, RequestTable]:
         """All rows so far; of a long run the steps are in files."""
         if self._tables is None:
-            steps: StepTable = StepTable.from_cells(self._step_cells)
-            if parts := self._written[StepTable]:
+            steps, requests = (self._unwritten(cls) for cls in (StepTable, RequestTable))
+            if self._kept[StepTable] is None:
+                parts = self._written[StepTable]
                 steps = StoredSteps([self._part(StepTable, n) for n in range(parts)], steps, self._rows[StepTable] + len(steps))
-            requests: RequestTable = RequestTable.from_cells(self._request_cells)
-            if parts := self._written[RequestTable]:
+            if self._kept[RequestTable] is None:
+                parts = self._written[RequestTable]
                 stored = _pieces([self._part(RequestTable, n) for n in range(parts)], REQUEST_COLUMNS, tuple(REQUEST_COLUMNS))
                 requests = RequestTable.assembled(self._rows[RequestTable] + len(requests), chain(stored, [requests.data]))
             self._tables = (steps, requests)
         return self._tables
+
+    def _unwritten(self, cls: type[Table]) -> Any:
+        """Rows in memory: all, while the parts' are kept."""
+        table, kept = cls.from_cells(self._cells[cls]), self._kept[cls]
+        return cls.concatenate([*kept, table]) if kept else table
 
     def _merge(self) -> None:
         steps, requests = self.tables()

@@ -55,15 +55,21 @@ def attained(requests: RequestTable, reading: str, tpot_slo_s: float) -> NDArray
     return np.asarray((requests["status"] == "finished") & first_in_time & rest_in_time)
 
 
-def weighted_percentile(values: Array, counts: NDArray[Any], percent: float) -> float | None:
-    """Percentile of values that stand ``counts`` times each, as ``np.percentile`` of them written out would give it."""
+def weighted_percentiles(values: Array, counts: NDArray[Any], percents: Sequence[float]) -> list[float | None]:
+    """Percentiles of values that stand ``counts`` times each, as ``np.percentile`` of them written out would give them."""
     total = int(counts.sum())
     if total == 0:
-        return None
-    place = (total - 1) * percent / 100
-    low = int(place)
-    below, above = (_ranked(values, counts, rank) for rank in (low, min(low + 1, total - 1)))
-    return float(below + (above - below) * (place - low))
+        return [None] * len(percents)
+    if len(values) <= BATCH_ROWS:
+        order = np.argsort(values, kind="stable")
+        values, counts = values[order], counts[order]
+    found: list[float | None] = []
+    for percent in percents:
+        place = (total - 1) * percent / 100
+        low = int(place)
+        below, above = (_ranked(values, counts, rank) for rank in (low, min(low + 1, total - 1)))
+        found.append(float(below + (above - below) * (place - low)))
+    return found
 
 
 def _weighted_sum(values: Array, counts: NDArray[Any]) -> float:
@@ -177,8 +183,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "mean_itl_ms": _weighted_sum(gaps_s, counts) / float(counts.sum()) * 1e3 if counts.sum() else None,
         "max_itl_ms": float(gaps_s.max() * 1e3) if len(counts) else None,
     }
-    for percent in PERCENTILES:
-        value = weighted_percentile(gaps_s, counts, percent)
+    for percent, value in zip(PERCENTILES, weighted_percentiles(gaps_s, counts, PERCENTILES), strict=True):
         summary["median_itl_ms" if percent == 50 else f"p{percent}_itl_ms"] = None if value is None else value * 1e3
     for reading in READINGS:
         met = attained(requests, reading, outcome.tpot_slo_s)

@@ -190,7 +190,7 @@ class Replay(Bookkeeping):
             flight = self.flights.get(name)
             if flight is not None and flight.launch is not None and flight.launch.done():
                 self._finish(name, flight, now)
-        self._arrivals(now)
+        self.arrived(now, self._let_in)
         for name in self.names:
             if name not in self.flights and self._has_work(name):
                 step = self._decide(name, now)
@@ -232,11 +232,10 @@ class Replay(Bookkeeping):
 
     # ---- arrivals --------------------------------------------------------------------------------
 
-    def _arrivals(self, now: float) -> None:
-        for request in self.arrived(now):
-            self.engine.add(request.id, self.prompt_of(request.id))
-            self._note("arrive", (request.id, now))
-            self.state.arrive(request)
+    def _let_in(self, request: Request) -> None:
+        self.engine.add(request.id, self.prompt_of(request.id))
+        self._note("arrive", (request.id, self.now_s))
+        self.state.arrive(request)
 
     # ---- deciding --------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class Simulation(Bookkeeping):
                 self.finished(request, now)
             self.step_ended(flight, DECODE, now, now - flight.start_s)
         if self.next_arrival_s <= now:
-            self._arrivals(now)
+            self.arrived(now, self._let_in)
         prefill, decode = self.lanes
         if gpu.prefill is None and (state.prefill is not None or state.queue.requests):
             if prefill.pending:
@@ -174,7 +174,7 @@ class Simulation(Bookkeeping):
             if step.steady and self.record is None and not self.custom:  # a user's policy may count on being asked
                 now = self.now_s = self._repeat(step, now)
         if self.next_arrival_s <= now:
-            self._arrivals(now)
+            self.arrived(now, self._let_in)
         lane = self.lanes[0]
         if state.decode.size or state.queue.requests or state.chunked:
             step = self._decide(lane, now)
@@ -187,11 +187,10 @@ class Simulation(Bookkeeping):
 
     # ---- arrivals --------------------------------------------------------------------------------
 
-    def _arrivals(self, now: float) -> None:
-        """Let in all that arrived since the last boundary."""
-        for request in self.arrived(now):
-            self._integrate_queue(request.queued_s)
-            self.state.arrive(request)
+    def _let_in(self, request: Request) -> None:
+        """A request that arrived since the last boundary."""
+        self._integrate_queue(request.queued_s)
+        self.state.arrive(request)
 
     def _integrate_queue(self, now: float) -> None:
         self.queue_integral_s += len(self.state.queue.requests) * (now - self.queue_since_s)
@@ -345,8 +344,10 @@ class Simulation(Bookkeeping):
             if new + past == request.prompt_tokens + request.generated:
                 logits += 1
             tokens += new
-        told = {"within_tokens": self._within(seqs)} if self.device.asks_within else {}
-        return self.device.hybrid_work(pieces, seqs, context, logits_seqs=logits, **told), tokens
+        device: Any = self.device
+        if device.asks_within:
+            return device.hybrid_work(pieces, seqs, context, logits_seqs=logits, within_tokens=self._within(seqs)), tokens
+        return device.hybrid_work(pieces, seqs, context, logits_seqs=logits), tokens
 
     def _within(self, seqs: int) -> int:
         """Tokens within the decodes' windows; none where a batch has no decodes."""

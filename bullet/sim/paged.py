@@ -73,7 +73,7 @@ class PagedSimulation(Simulation):
             if self.decided:
                 self._start(self.decided.popleft(), now)
         if self.next_arrival_s <= now:
-            self._arrivals(now)
+            self.arrived(now, self._let_in)
         while (gpu.hybrid is not None) + len(self.decided) < self.depth and (state.queue.requests or state.running):
             step = self._decide(lane, now)
             if step is None:

@@ -53,8 +53,10 @@ class KvCache:
 
     def reserve(self, requests: Sequence[Request]) -> list[int]:
         """Take blocks for all known tokens of requests; returns how many tokens of each are there already."""
+        blocks = 0
         for request in requests:
-            self.take(self.blocks_for(request.prompt_tokens + request.generated))
+            blocks += self.blocks_for(request.prompt_tokens + request.generated)
+        self.take(blocks)
         return [0] * len(requests)
 
     def computed(self, request: Request, tokens: int) -> None:

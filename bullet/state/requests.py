@@ -104,7 +104,8 @@ class WaitingQueue:
         self.ttft_slo_s.append(request.ttft_slo_s)
         self.known_tokens.append(request.known_tokens)
         self._by_id[request.id] = request
-        self._changed(request, 1)
+        self.changes.append((request, 1))
+        self.version += 1
 
     def push_front(self, request: Request) -> None:
         """Enqueue a preempted request ahead of all."""
@@ -125,9 +126,10 @@ class WaitingQueue:
     def remove(self, request_id: int) -> Request:
         """Take one request out; ``KeyError`` if it does not wait."""
         request = self._by_id.pop(request_id)
-        index = self._index(request)
+        index = 0 if self.requests[0] is request else self._index(request)
         del self.arrival_s[index], self.ttft_slo_s[index], self.known_tokens[index], self.requests[index]
-        self._changed(request, -1)
+        self.changes.append((request, -1))
+        self.version += 1
         return request
 
     def _index(self, request: Request) -> int:

@@ -152,7 +152,8 @@ class SystemState:
     def _begin_chunks(self, step: HybridStep, now_s: float) -> list[Request]:
         launched: list[Request] = []
         by_id = {r.id: r for r in self.chunked} if self.chunked else {}
-        self.admitted = self._admit([chunk.request_id for chunk in step.chunks if chunk.request_id not in by_id], now_s)
+        coming = [request_id for request_id, _, _ in step.chunks if request_id not in by_id]
+        self.admitted = self._admit(coming, now_s) if coming else []
         for request in self.admitted:
             by_id[request.id] = request
             self.chunked.append(request)
@@ -175,9 +176,11 @@ class SystemState:
         if not step.chunks:
             return []
         complete: list[Request] = []
-        for i, request in enumerate(self._launched):
-            request.computed_tokens += step.chunks[i].new_tokens
-            self.kv.computed(request, request.computed_tokens)
+        sharing = self.kv.sharing
+        for request, (_, new_tokens, _) in zip(self._launched, step.chunks, strict=True):
+            request.computed_tokens += new_tokens
+            if sharing:
+                self.kv.computed(request, request.computed_tokens)
             if request.computed_tokens == request.prompt_tokens + request.generated:
                 self._emit_first(request, now_s)
                 complete.append(request)
