@@ -215,7 +215,8 @@ class Vllm:
 
     def _admissions(self, state: PagedState, plan: PrefixKvCache, running: int, budget: int, chunks: list[Chunk]) -> None:
         """From the front of the queue while tokens, sequences and blocks last; the first that does not fit ends it."""
-        for request in state.queue.requests:
+        last = len(state.queue.requests) - 1
+        for place, request in enumerate(state.queue.requests):
             if budget == 0 or running == self.max_num_seqs:
                 break
             hits = plan.hits(request)
@@ -223,7 +224,11 @@ class Vllm:
             new = min(request.known_tokens - past, budget)
             if self.admission == "check" and plan.cost(hits, request.known_tokens) > plan.free_blocks:
                 break
-            if not plan.admit(request, hits, state.room(request, past + new), past + new):
+            room = state.room(request, past + new)
+            if new == budget or place == last:  # nobody comes after it who would see what it took
+                if plan.cost(hits, room) > plan.free_blocks:
+                    break
+            elif not plan.admit(request, hits, room, past + new):
                 break
             chunks.append(Chunk(request.id, new, past))
             budget -= new

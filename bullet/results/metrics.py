@@ -125,7 +125,7 @@ def _statistics(name: str, values: Array) -> dict[str, float | None]:
         return {f"{part}_{name}_ms": None for part in ("mean", "median", "std", *(f"p{p}" for p in PERCENTILES[1:]))}
     milli = values * 1e3
     result: dict[str, float | None] = {f"mean_{name}_ms": float(milli.mean()), f"std_{name}_ms": float(milli.std())}
-    for percent, value in zip(PERCENTILES, np.percentile(milli, PERCENTILES), strict=True):
+    for percent, value in zip(PERCENTILES, np.percentile(milli, PERCENTILES, overwrite_input=True), strict=True):
         result["median_" + name + "_ms" if percent == 50 else f"p{percent}_{name}_ms"] = float(value)
     return result
 
@@ -145,6 +145,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     if warmup is not None:
         requests, since_s = after_warmup(requests, warmup)
         gaps_s, counts = gaps_s[:0], counts[:0]
+    of_steps = _of_steps(steps, since_s)  # before all that is made of a million requests: what it reads stands in memory
     status = requests["status"]
     done = status == "finished"
     offered, finished = len(requests), int(done.sum())
@@ -158,9 +159,6 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         return amount / duration if duration else None
 
     tokens_in, tokens_out = int(requests["prompt_tokens"][done].sum()), int(requests["output_tokens"][done].sum())
-    normalised = e2e_s(requests) / np.maximum(1, requests["output_tokens"][done])
-    waits = (requests["admitted_s"] - requests["arrival_s"])[done]
-    of_steps = _of_steps(steps, since_s)
     total_sm_s = outcome.num_sms * outcome.span_s
     given_sm_s = sum(outcome.sm_seconds.values())
     assert abs(given_sm_s - total_sm_s) <= 1e-6 * max(1.0, total_sm_s), f"I5: {given_sm_s} SM-seconds of {total_sm_s}"
@@ -179,7 +177,8 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "total_token_throughput": per_second(tokens_in + tokens_out), "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         **_statistics("ttft", ttft_s(requests)), **_statistics("tpot", tpot_s(requests)), **_statistics("e2el", e2e_s(requests)),
-        **_statistics("queue", waits), **_statistics("normalized_latency", normalised),
+        **_statistics("queue", (requests["admitted_s"] - requests["arrival_s"])[done]),
+        **_statistics("normalized_latency", e2e_s(requests) / np.maximum(1, requests["output_tokens"][done])),
         "mean_itl_ms": _weighted_sum(gaps_s, counts) / float(counts.sum()) * 1e3 if counts.sum() else None,
         "max_itl_ms": float(gaps_s.max() * 1e3) if len(counts) else None,
     }

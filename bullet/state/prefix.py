@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from bullet.config import KV_BLOCK_TOKENS
@@ -47,6 +48,10 @@ class Paging(NamedTuple):
 
 
 _GONE: Any = object()
+_ALONE = (0, 0)
+"""What stands for the donor of a request that shares nothing."""
+MOST_BLOCKS = 1 << 32
+"""A content is the number of the first request that had it, times this, and the block's index."""
 
 
 class _Overlay:
@@ -141,9 +146,9 @@ class PrefixKvCache(KvCache):
         self._shared = dict(shared or {})
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, total_blocks + 1))
         self._references: list[int] = [0] * (total_blocks + 1)
-        self._key: list[Key | None] = [None] * (total_blocks + 1)
-        # Blocks that hold a key's content, oldest first: the first is the one that is hit.
-        self._cached: dict[Key, tuple[int, ...]] = {}
+        self._key: list[int | None] = [None] * (total_blocks + 1)  # its content (:meth:`contents`), once it is full
+        # The block that holds a content, or those that do, oldest first: the first is the one that is hit.
+        self._cached: dict[int, Any] = {}
         self._entered: dict[int, int] = {}  # request id -> how many of its blocks are in the cache
 
     def plan(self) -> PrefixKvCache:
@@ -162,13 +167,23 @@ class PrefixKvCache(KvCache):
         other._cached, other._entered = overlay(self._cached), overlay(self._entered)
         return other
 
+    def contents(self, request_id: int, begin: int, end: int) -> list[int]:
+        """What a request's blocks ``begin .. end - 1`` hold, as numbers: an earlier request's where the prompts agree that far."""
+        owner, stop = request_id, end
+        runs: list[range] = []
+        while stop > begin:
+            donor, blocks = self._shared.get(owner, _ALONE)
+            agreed = blocks if blocks < stop else stop
+            first = agreed if agreed > begin else begin
+            if first < stop:
+                runs.append(range(owner * MOST_BLOCKS + first, owner * MOST_BLOCKS + stop))
+            owner, stop = donor, agreed
+        runs.reverse()
+        return list(chain.from_iterable(runs))
+
     def key(self, request_id: int, index: int) -> Key:
-        """Content of a request's block: an earlier request's where the prompts agree that far."""
-        shared = self._shared.get(request_id)
-        while shared is not None and index < shared[1]:
-            request_id = shared[0]
-            shared = self._shared.get(request_id)
-        return request_id, index
+        """Content of a request's block, in words: whose it is, and which of its blocks."""
+        return divmod(self.contents(request_id, index, index + 1)[0], MOST_BLOCKS)
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -176,16 +191,18 @@ class PrefixKvCache(KvCache):
         """Cached blocks that the request would take over; at least its last known token is left to compute."""
         found: list[int] = []
         if self.caching:
-            for index in range((request.known_tokens - 1) // self.block_tokens):
-                blocks = self._cached.get(self.key(request.id, index))
+            cached = self._cached.get
+            for content in self.contents(request.id, 0, (request.known_tokens - 1) // self.block_tokens):
+                blocks = cached(content)
                 if blocks is None:
                     break
-                found.append(blocks[0])
+                found.append(blocks if type(blocks) is int else blocks[0])
         return found
 
     def cost(self, hits: Sequence[int], tokens: int) -> int:
         """Free blocks that admitting a request with room for ``tokens`` takes: new ones, and hits that are free now."""
-        return self.blocks_for(tokens) - len(hits) + sum(self._references[block] == 0 for block in hits)
+        references = self._references
+        return self.blocks_for(tokens) - len(hits) + sum([references[block] == 0 for block in hits])
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -194,11 +211,13 @@ class PrefixKvCache(KvCache):
         if self.cost(hits, room_tokens) > self.free_blocks:
             return False
         assert request.id not in self.tables, f"{request} holds blocks already"
+        references, free, taken = self._references, self._free, 0
         for block in hits:
-            if self._references[block] == 0:
-                del self._free[block]
-                self.take(1)
-            self._references[block] += 1
+            if references[block] == 0:
+                del free[block]
+                taken += 1
+            references[block] += 1
+        self.take(taken)
         self.tables[request.id] = list(hits)
         self._entered[request.id] = len(hits)
         grown = self.extend(request, room_tokens, computed_tokens)
@@ -212,10 +231,12 @@ class PrefixKvCache(KvCache):
         if lacking > 0:
             if lacking > self.free_blocks:
                 return False
+            free, held, references = self._free, self._key, self._references
             for _ in range(lacking):
-                block, _ = self._free.popitem(last=False)
-                self._forget(block)
-                self._references[block] = 1
+                block, _ = free.popitem(last=False)
+                if held[block] is not None:
+                    self._forget(block)
+                references[block] = 1
                 table.append(block)
             self.take(lacking)
         if self.caching:
@@ -223,33 +244,38 @@ class PrefixKvCache(KvCache):
             full = (computed_tokens if computed_tokens < known else known) // size
             entered = self._entered[request.id]
             if full > entered:  # most tokens fill no block
-                for index in range(entered, full):
-                    key, block = self.key(request.id, index), table[index]
-                    self._key[block] = key
-                    self._cached[key] = (*self._cached.get(key, ()), block)
+                held, cached = self._key, self._cached
+                for content, block in zip(self.contents(request.id, entered, full), table[entered:full], strict=True):
+                    held[block] = content
+                    others = cached.get(content)
+                    cached[content] = block if others is None else (
+                        (others, block) if type(others) is int else (*others, block))
                 self._entered[request.id] = full
         return True
 
     def free(self, request: Request) -> None:
         """Give back a request's blocks, last first; one that others hold stays referenced."""
+        references, free, given = self._references, self._free, 0
         for block in reversed(self.tables.pop(request.id)):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free[block] = None
-                self.give_back(1)
+            left = references[block] - 1
+            references[block] = left
+            if left == 0:
+                free[block] = None
+                given += 1
+        self.give_back(given)
         del self._entered[request.id]
 
     def _forget(self, block: int) -> None:
-        """A block is handed out anew: whatever it held is no longer cached there."""
-        key = self._key[block]
-        if key is None:
-            return
+        """A block is handed out anew: what it held is no longer cached there."""
+        content = self._key[block]
+        assert content is not None
         self._key[block] = None
-        left = tuple(b for b in self._cached[key] if b != block)
-        if left:
-            self._cached[key] = left
-        else:
-            del self._cached[key]
+        blocks = self._cached[content]
+        if blocks == block:
+            del self._cached[content]
+            return
+        left = tuple(b for b in blocks if b != block)
+        self._cached[content] = left if len(left) > 1 else left[0]
 
     def check(self) -> None:
         """I4 with shared blocks, the slow way."""
@@ -261,8 +287,9 @@ class PrefixKvCache(KvCache):
         assert len(self._free) == self.free_blocks == sum(count == 0 for count in held[1:]), (
             f"I4: {len(self._free)} in the free queue, {self.free_blocks} counted, of {self.total_blocks} blocks")
         assert all(held[block] == 0 for block in self._free)
-        for key, blocks in self._cached.items():
-            assert all(self._key[block] == key for block in blocks), key
+        for content, blocks in self._cached.items():
+            blocks = (blocks,) if isinstance(blocks, int) else blocks
+            assert all(self._key[block] == content for block in blocks), divmod(content, MOST_BLOCKS)
 
 
 class PagedState(SystemState):
