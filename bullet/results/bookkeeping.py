@@ -21,6 +21,7 @@ from bullet.results.columns import RequestTable, RunOutcome, StepTable
 from bullet.results.sink import PACK_STEPS, ListSink, RowSink
 from bullet.state import DECODE, HYBRID, PREFILL, KvCache, Partition, Phase, Request, SplitTable, Step, SystemState
 from bullet.workload import Workload
+from bullet.workload.cuts import warmup_of
 
 INFINITY = float("inf")
 STALL_DECISIONS = 20_000
@@ -83,6 +84,12 @@ class Bookkeeping:
         self.emitted_s: dict[int, float] = {}
         self.itl_s = array("d")
         self.itl_counts = array("i")
+        #: Gaps before it ended while the run warmed up; ``None``: it still does.
+        self.itl_from: int | None = 0
+        warmup = config.workload.warmup
+        if warmup is not None:
+            self.itl_from = None
+            self.warm_requests, self.warm_s = warmup_of(warmup)
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -106,6 +113,9 @@ class Bookkeeping:
             total = prompt + self.outputs[i]
             request = Request(i, arrivals[i], prompt, self.own_slo_s(prompt) if mean_slo_s is None else mean_slo_s)
             request.queued_s = self.next_arrival_s
+            if self.itl_from is None and (self.arrivals[i] >= self.arrivals[0] + self.warm_s if self.warm_requests is None
+                                          else i >= self.warm_requests):
+                self.itl_from = len(self.itl_s)
             self.next_arrival = i + 1
             self.next_arrival_s = self._arrival_after(i) if self.sends is not None or i == last else (
                 arrivals[i + 1] + self.host_request_s)
@@ -263,9 +273,10 @@ class Bookkeeping:
         """What happened, once nothing is in flight; ``measures``: what only this driver keeps."""
         config, kv = self.config, self.state.kv
         assert config.slo.tpot_s is not None
+        begin = len(self.itl_s) if self.itl_from is None else self.itl_from
         return RunOutcome(
-            config=config, system=config.policy.name, steps=tables[0], requests=tables[1], itl_s=np.asarray(self.itl_s),
-            itl_counts=np.asarray(self.itl_counts), sm_seconds=sm_seconds, span_s=span_s, num_sms=self.num_sms,
+            config=config, system=config.policy.name, steps=tables[0], requests=tables[1], itl_s=np.asarray(self.itl_s)[begin:],
+            itl_counts=np.asarray(self.itl_counts)[begin:], sm_seconds=sm_seconds, span_s=span_s, num_sms=self.num_sms,
             kv_blocks=kv.total_blocks, split_changes=self.split_changes, decisions=self.decisions,
             decision_wall_s=decision_wall_s, tpot_slo_s=config.slo.tpot_s,
             device={"gpu": gpu, "model": config.device.model, "source": device_source, "workload": self.workload_source,

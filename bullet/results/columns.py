@@ -115,7 +115,8 @@ class RequestTable(Table):
 
 @dataclass
 class RunOutcome:
-    """What a driver returns. ``itl_s``: gaps between tokens, ``itl_counts``: how many tokens had each (int32).
+    """What a driver returns. ``itl_s``: gaps between tokens, ``itl_counts``: how many tokens had each (int32);
+    where the run had a warm-up, of those after it.
 
     ``sm_seconds``: prefill_only, decode_only, hybrid, shared, idle; adds up to N x ``span_s`` (I5).
     """

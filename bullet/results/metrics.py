@@ -137,14 +137,13 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
     vLLM and SGLang where they have the figure. Equal outcomes give equal dictionaries, in equal order.
 
     With ``workload.warmup`` the requests of the start are left out of everything that is counted of requests, and the steps that
-    began before the first of the others arrived of what is counted of steps; gaps between tokens are not kept by request, so
-    their figures are ``None``. SM shares and KV figures are of the whole run.
+    began before the first of the others arrived of what is counted of steps; gaps between tokens are not kept by request: those
+    count that ended after the driver had noticed the first of the others. SM shares and KV figures are of the whole run.
     """
     requests, steps, gaps_s, counts = outcome.requests, outcome.steps, outcome.itl_s, outcome.itl_counts
     warmup, since_s = outcome.config.workload.warmup, -np.inf
     if warmup is not None:
         requests, since_s = after_warmup(requests, warmup)
-        gaps_s, counts = gaps_s[:0], counts[:0]
     of_steps = _of_steps(steps, since_s)  # before all that is made of a million requests: what it reads stands in memory
     status = requests["status"]
     done = status == "finished"

@@ -168,7 +168,7 @@ class PrefixKvCache(KvCache):
         return other
 
     def contents(self, request_id: int, begin: int, end: int) -> list[int]:
-        """What a request's blocks ``begin .. end - 1`` hold, as numbers: an earlier request's where the prompts agree that far."""
+        """What a request's blocks ``begin .. end - 1`` hold, as numbers: an earlier request's where the prompts agree so far."""
         owner, stop = request_id, end
         runs: list[range] = []
         while stop > begin:

@@ -58,16 +58,23 @@ class Window(NamedTuple):
         return keep, words
 
 
-def counted_from(warmup: str | None, ids: NDArray[np.int64], arrival_s: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which requests count in the statistics: those after the warm-up, which is a number of requests or a time since the first
-    arrival (:class:`ConfigError` if it is neither)."""
-    if warmup is None:
-        return np.ones(len(ids), dtype=bool)
+def warmup_of(warmup: str) -> tuple[int | None, float]:
+    """How many requests it is, or (``None``) how many seconds since the first arrival; :class:`ConfigError` if neither."""
     text = warmup.strip()
     if text.isascii() and text.isdecimal() and len(text) < 16:
-        return ids >= int(text)
+        return int(text), 0.0
     seconds = parse_time_s(text)
     if seconds is None:
         raise ConfigError(f"workload.warmup (--warmup) = {warmup!r}: must be {WARMUP_TEXT}")
+    return None, seconds
+
+
+def counted_from(warmup: str | None, ids: NDArray[np.int64], arrival_s: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which requests count in the statistics: those after the warm-up."""
+    if warmup is None:
+        return np.ones(len(ids), dtype=bool)
+    count, seconds = warmup_of(warmup)
+    if count is not None:
+        return ids >= count
     start = float(arrival_s.min()) if len(arrival_s) else 0.0
     return arrival_s >= start + seconds

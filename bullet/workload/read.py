@@ -33,6 +33,8 @@ MOST_REQ_PER_S = 1e5
 """A recorded rate above it means times in another unit (no published service trace reaches 1e4)."""
 SAME_S = 1e-3
 """Two clocks that agree to this, or to a millionth of the span, are one."""
+PREFIX_GROUP = "prefix_group"
+"""BLIS: prompts of a group begin with the same ``prefix_length`` tokens."""
 HINT_FAILED = " (a failed request? --skip-failed leaves such rows out and counts them)"
 BLOCK_SIZES = (512, 16, 8, 32, 64, 128, 256, 1024)
 """Tokens that one of a prompt's block ids may stand for, publishers' sizes first."""
@@ -117,7 +119,7 @@ class _Reader:
                 gc.enable()
         if not self.rows:
             raise TraceError(f"{self.path}: has a header but no requests: must hold at least one")
-        return self._table()
+        return self._table(rows.notes)
 
     # ---- a batch -------------------------------------------------------------------------------------
 
@@ -248,7 +250,7 @@ class _Reader:
 
     # ---- all of them ---------------------------------------------------------------------------------
 
-    def _table(self) -> Table:
+    def _table(self, left_out: list[str]) -> Table:
         layout, config = self.layout, self.config
         prompt, output = np.concatenate(self.prompts), np.concatenate(self.outputs)
         self.prompts.clear()
@@ -262,7 +264,8 @@ class _Reader:
         if dropped and not (config.skip_failed or self.inspecting):
             _, line, why = min(dropped)
             more = f"; {len(dropped)} such rows" if len(dropped) > 1 else ""
-            raise TraceError(f"{self.path}:{line}: {why if HINT_FAILED in why else why + HINT_FAILED}{more}")
+            hint = "" if HINT_FAILED in why else ": --skip-failed leaves such rows out and counts them"
+            raise TraceError(f"{self.path}:{line}: {why}{hint}{more}")
         if dropped:
             keep[[row for row, _, _ in dropped]] = False
         if not keep.any():
@@ -271,12 +274,15 @@ class _Reader:
         rows = np.flatnonzero(keep)
         if layout.order is not None and arrival_s is not None:
             rows = rows[np.lexsort((np.concatenate(self.order)[rows], arrival_s[rows]))]
-        notes: list[str] = []
+        notes = left_out.copy()
         if layout.engine is not None and self.engine_rows:
             notes.append(f"{layout.engine} stands for the prompt in {self.engine_rows:,} of {self.rows:,} rows, as the engine "
                          "counted")
+        if PREFIX_GROUP in self.header:
+            notes.append(f"{PREFIX_GROUP} not used: the prompts of a group are as long as they are, but share nothing (shared "
+                         "prefixes are read of hash_ids)")
         blocks = self._blocks(rows, notes)
-        ignored = tuple(name for name in self.header if name not in layout.columns())
+        ignored = tuple(name for name in self.header if name not in layout.columns() and name != PREFIX_GROUP)
         first_failed = f"line {min(dropped)[1]}: {min(dropped)[2].removesuffix(HINT_FAILED)}" if dropped else ""
         reading = Reading(layout.format if layout.format.startswith("by ") else f"as {layout.format}", self._columns(), unit,
                           self.rows, len(dropped), first_failed, window, ignored, tuple(notes), question,

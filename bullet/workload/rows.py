@@ -36,6 +36,7 @@ class Rows:
 
     def __init__(self, where: str, header: list[str], batches: Any) -> None:
         self.where, self.header, self._batches = where, header, batches
+        self.notes: list[str] = []  # once all are read: what was left out of them
 
     def batches(self, columns: Sequence[str]) -> Iterator[Batch]:
         """All rows, these columns."""

@@ -6,7 +6,9 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
 import tracemalloc
+import types
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,8 @@ def test_blis_prompts_hold_their_prefix(tmp_path: Path) -> None:
     rows = "0,sys,4096,200,60,4314,0,ok,\n1,sys,4096,210,60,4324,500000,ok,\n2,sys,4096,220,60,0,1000000,ok,\n"
     table = read(write(tmp_path, BLIS_HEAD + rows))
     assert columns(table) == ([0.0, 0.5, 1.0], [4314, 4324, 4316], [60, 60, 60])  # nobody asked the engine: 4096 + 220
+    assert table.reading is not None
+    assert "prefix_group not used" in table.reading.notes[-1]
     assert ":2: input_tokens = '200' beside server_input_tokens = '4000' and prefix_length = '4096'" in refusal(
         write(tmp_path, BLIS_HEAD + rows.replace("4314", "4000")))
     failed = write(tmp_path, BLIS_HEAD + rows.replace(",ok,", ",timeout,gone", 1))
@@ -278,6 +282,31 @@ def test_sharegpt_counts_the_first_two_turns(tmp_path: Path) -> None:
         assert columns(read(path, tokenizer=str(tokenizer))) == (None, [3, 1], [2, 3])
     with pytest.raises(TraceError, match=r"none\.json: not a tokenizer\.json"):
         read(path, tokenizer=str(tmp_path / "none.json"))
+
+
+def test_conversations_of_one_turn_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Words:
+        @classmethod
+        def from_file(cls, name: str) -> Words:
+            return cls()
+
+        def encode(self, text: str, add_special_tokens: bool) -> types.SimpleNamespace:
+            return types.SimpleNamespace(ids=text.split())
+
+    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Words))
+    path = write(tmp_path, json.dumps(SHAREGPT), "sg.json")
+    table = read(path, tokenizer="tokenizer.json")
+    assert columns(table) == (None, [3, 1], [2, 3])
+    assert table.reading is not None
+    assert table.reading.notes == ("conversations of fewer than two turns: 1 left out",)
+
+
+def test_totals_that_are_not_the_sums_are_asked_about(tmp_path: Path) -> None:
+    whole = bench(errors=["", "", ""], completed=3, output_lens=[1, 2, 3], total_input_tokens=60, total_output_tokens=6)
+    assert columns(read(write(tmp_path, json.dumps(whole), "r.json"))) == (None, [10, 20, 30], [1, 2, 3])
+    wrong = write(tmp_path, json.dumps(whole | {"total_input_tokens": 61}), "r.json")
+    assert "total_input_tokens = 61, but input_lens add up to 60" in refusal(wrong)
+    assert read(write(tmp_path, json.dumps(bench(total_input_tokens=40)), "r.json"), skip_failed=True).prompt_tokens.size == 2
 
 
 def test_a_json_array_of_requests(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def open_document(path: Path, config: WorkloadConfig) -> Iterator[tuple[Rows, La
         if not isinstance(values, list) or len(values) != len(lists["input_lens"]):
             raise TraceError(f"{path}: {name} = {shown(values)}: must be a list of {len(lists['input_lens'])} values, as "
                              "input_lens")
+    _check_totals(path, result, lists)
     lists["request"] = list(range(len(lists["input_lens"])))
 
     def batches(columns: Sequence[str]) -> Iterator[Batch]:
@@ -86,6 +87,17 @@ def open_document(path: Path, config: WorkloadConfig) -> Iterator[tuple[Rows, La
     yield Rows(str(path), list(lists), batches), Layout(
         "bench", ("input_lens",), "output_lens", "start_times" if timed else None, "s",
         status=("errors",) if "errors" in lists else (), order="request", hint=hint)
+
+
+def _check_totals(path: Path, result: Mapping[str, Any], lists: Mapping[str, list[Any]]) -> None:
+    """The totals are of the requests that ended well: where all did, they are the lists' sums."""
+    if result.get("completed") != len(lists["input_lens"]) or any(lists.get("errors", ())):
+        return
+    for total, name in (("total_input_tokens", "input_lens"), ("total_output_tokens", "output_lens")):
+        values, said = lists[name], result.get(total)
+        if isinstance(said, int) and all(type(value) is int for value in values) and sum(values) != said:
+            raise TraceError(f"{path}: {total} = {said}, but {name} add up to {sum(values)} and all {len(values)} requests were "
+                             "completed: which is right?")
 
 
 def measured_figures(path: Path) -> dict[str, Any]:

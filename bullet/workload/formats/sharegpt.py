@@ -1,7 +1,8 @@
 """ShareGPT: one JSON array of conversations, as text (``[{"conversations": [{"from": .., "value": ..}, ..]}, ..]``).
 
 As vLLM's and SGLang's benchmarks read it, a conversation's first turn is the prompt and its second the output; conversations
-of fewer turns are no requests. Texts have lengths only under a tokenizer, which must be named: no other model's is assumed.
+of fewer turns are no requests, and counted. Texts have lengths only under a tokenizer, which must be named: no other model's is
+assumed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def open_document(path: Path, config: WorkloadConfig) -> Iterator[tuple[Rows, La
 
     def batches(columns: Sequence[str]) -> Iterator[Batch]:
         lines: list[int] = []
+        short = 0
         counts: list[tuple[int, int]] = []
         for place, item in array_items(path, text):
             turns = item.get("conversations") if isinstance(item, dict) else None
@@ -48,6 +50,7 @@ def open_document(path: Path, config: WorkloadConfig) -> Iterator[tuple[Rows, La
                 raise TraceError(f"{path}:{place}: {shown(item)}: must be an object with conversations, a list of turns with a "
                                  "value each")
             if len(turns) < 2:
+                short += 1
                 continue
             lines.append(place)
             counts.append((count(turns[0]["value"], True), count(turns[1]["value"], False)))
@@ -56,9 +59,12 @@ def open_document(path: Path, config: WorkloadConfig) -> Iterator[tuple[Rows, La
                 lines, counts = [], []
         if lines:
             yield _batch(lines, counts)
+        if short:
+            rows.notes.append(f"conversations of fewer than two turns: {short:,} left out")
 
     with text_of_json(path) as text:
-        yield Rows(str(path), HEADER, batches), Layout("sharegpt", ("prompt_tokens",), "output_tokens")
+        rows = Rows(str(path), HEADER, batches)
+        yield rows, Layout("sharegpt", ("prompt_tokens",), "output_tokens")
 
 
 def _batch(lines: list[int], counts: list[tuple[int, int]]) -> Batch:
