@@ -145,7 +145,7 @@ class Chunked:
 
 
 class VllmWalk(Chunked):
-    """Running first in order of admission, then the queue; see VLLM's V1 scheduler."""
+    """Running first in order of admission, then the queue, by its first chunk's blocks; see VLLM's V1 scheduler."""
 
     def schedule(self) -> dict[int, int]:
         plan: dict[int, int] = {}
@@ -172,13 +172,15 @@ class VllmWalk(Chunked):
             plan[r.id] = new
             left -= new
             i += 1
-        while not preempted and self.waiting and left > 0 and len(self.running) < 256:
+        while not preempted and self.waiting and left > 0 and len(self.running) < min(1024, self.budget):
             r = self.waiting[0]
-            if r.blocks(r.known) > self.free():
+            new = min(r.known, left)
+            if r.blocks(new) > self.free():
                 break
             self.admit(r)
-            plan[r.id] = min(r.known, left)
-            left -= plan[r.id]
+            self.held[r.id] = r.blocks(new)
+            plan[r.id] = new
+            left -= new
         return plan
 
 

@@ -4,7 +4,7 @@ step. Checked against ``vllm/v1/core/sched/scheduler.py``; docs/policies.md list
 Each step first serves ``running`` in order of admission, ``min(known - computed, budget left)`` tokens each: one for a
 decode, a chunk for a prompt. A request that finds no KV block preempts the tail of ``running`` (recompute; to the front of
 the queue) until it does or is itself the tail. If nothing was preempted, the queue is admitted from the front while tokens
-and sequences last and the whole known length fits in KV; the first that does not fit ends it.
+and sequences last and there are blocks for its first chunk; the first that does not fit ends it.
 
 Where ``running`` is. It is ``state.decode.requests`` (a dict in order of joining) followed by ``state.chunked``, because a
 prompt computed in part is always the tail of ``running``:
@@ -17,18 +17,19 @@ prompt computed in part is always the tail of ``running``:
    that order. A preempted request leaves ``running`` altogether and is admitted anew.
 
 So all decodes come first and take one token each, and N >= ``max_num_seqs`` (the engine insists on it too) means that no
-decode is ever left without a token. Decodes are the only ones that ask for blocks, since prompts hold theirs from
-admission: all allocations succeed exactly if the step's growth is no more than the free blocks, which is one comparison.
+decode is ever left without a token. Blocks are taken as tokens come: a decode's, and those of the one prompt in part, whose next
+chunk may find none; it is then the tail itself and goes back to the queue. All allocations succeed exactly if the decodes' growth
+and that chunk's blocks are no more than the free ones: two comparisons, and nobody is walked.
 
 That is the default. Options bring back what a replay of a 0.19 run needs (docs/validation.md shows what each is worth):
 
 - ``prefix_cache``: prompts take over cached blocks (bullet/state/prefix.py).
-- ``admission``: ``reserve`` (default: a prompt's blocks are all taken when it is admitted), ``check`` (0.19: the whole known
-  length must fit, blocks are taken chunk by chunk), ``chunk`` (0.8: only the first chunk must fit).
+- ``admission``: ``chunk`` (default, 0.8: only the first chunk must fit), ``check`` (0.19: the whole known length must fit, blocks
+  are taken chunk by chunk), ``reserve`` (of no engine: a prompt's blocks are all taken when it is admitted).
 - ``steps_in_flight``: 2 decides the next step while one still runs (the engine's asynchronous scheduling).
 - ``resume``: ``front`` (the engine's way) or ``back`` of the queue for preempted requests.
 
-With any of them, blocks have names and ``running`` is the engine's own list, walked request by request (``_paged_step``).
+With any of them but ``chunk`` and ``reserve``, blocks have names and ``running`` is the engine's own list, walked request by request (``_paged_step``).
 The walk is a rehearsal: it makes the allocations on a plan of the cache, and the driver makes the same ones on the real one.
 """
 
@@ -41,15 +42,17 @@ from bullet.errors import ConfigError
 from bullet.policies.base import PolicyContext, read_options, require
 from bullet.state import HYBRID, Chunk, Decision, HybridStep, Request, Step, SystemState, Wait
 from bullet.state.prefix import PagedState, Paging, PrefixKvCache
+from bullet.units import GIB
 
-OPTIONS = {
-    # The engine's default on an A100 and smaller devices; on others of 70 GiB and more it is 1,024.
-    "max_num_seqs": 256,
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 256,  # on devices of 70 GiB and more 1,024; no more than the budget
     "prefix_cache": False,
-    "admission": "reserve",
+    "admission": "chunk",
     "steps_in_flight": 1,
     "resume": "front",
 }
+LARGE_DEVICE_BYTES, SEQS_ON_LARGE = 70 * GIB, 1024
+"""From so much memory on the engine's default is the larger one (``engine/arg_utils.py``)."""
 CHOICES: Mapping[str, tuple[Any, ...]] = {"admission": ("reserve", "check", "chunk"), "steps_in_flight": (1, 2),
                                           "resume": ("front", "back")}
 
@@ -60,7 +63,10 @@ class Vllm:
     lanes: tuple[str, ...] = (HYBRID,)
 
     def __init__(self, context: PolicyContext, budget_tokens: int) -> None:
-        options = read_options(f"vllm-{budget_tokens}", context.options, {**OPTIONS, "prefix_cache": context.prefix_cache})
+        # A budget below the engine's default lowers it, as its later versions have it (0.8.5 refuses).
+        seqs = min(budget_tokens, SEQS_ON_LARGE if context.gpu.mem_bytes >= LARGE_DEVICE_BYTES else OPTIONS["max_num_seqs"])
+        options = read_options(f"vllm-{budget_tokens}", context.options,
+                               {**OPTIONS, "prefix_cache": context.prefix_cache, "max_num_seqs": seqs})
         self.max_num_seqs: int = options["max_num_seqs"]
         self.budget_tokens = budget_tokens
         self.sms = context.splits.num_sms
@@ -73,10 +79,13 @@ class Vllm:
         self.admission: str = options["admission"]
         #: Blocks by name and the engine's own list, where an option asks for it; the driver reads this.
         self.paging: Paging | None = None
-        if any(options[name] != OPTIONS[name] for name in ("prefix_cache", *CHOICES)):
+        named = options["prefix_cache"] or any(options[name] != OPTIONS[name] for name in ("steps_in_flight", "resume"))
+        if named or self.admission == "check":
             self.paging = Paging(options["prefix_cache"], self.admission == "reserve", options["resume"] == "back",
                                  options["steps_in_flight"])
-        self._decode_all = HybridStep(self.sms, steady=True)  # most steps are this one
+        #: Whether blocks are counted, and a prompt takes them chunk by chunk.
+        self.by_chunk = self.paging is None and self.admission == "chunk"
+        self._decode_all = HybridStep(self.sms, steady=True, by_chunk=self.by_chunk)  # most steps are this one
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Running first, then admissions."""
@@ -92,24 +101,30 @@ class Vllm:
             return self._decode_all
         chunks: list[Chunk] = []
         budget, slots = self.budget_tokens - seqs, self.max_num_seqs - seqs
+        by_chunk = self.by_chunk
         if state.chunked:
             chunks, budget = _continue(state.chunked, budget)
             slots -= len(state.chunked)
+            if by_chunk and chunks:
+                free -= kv.blocks_for(chunks[0].past_tokens + chunks[0].new_tokens) - kv.blocks_for(chunks[0].past_tokens)
+                if free < 0:  # it is the tail of running: it preempts itself, and nobody is admitted
+                    assert seqs, f"a lone prompt outgrew the KV cache of {kv.total_blocks} blocks"
+                    return HybridStep(self.sms, preempt=(chunks[0].request_id,), reason="preempt", by_chunk=True)
         for request in queue:
             if budget == 0 or slots == 0:
                 break
             known = request.known_tokens
-            blocks = kv.blocks_for(known)
+            new = known if known < budget else budget
+            blocks = kv.blocks_for(new if by_chunk else known)
             if blocks > free:
                 break
-            new = known if known < budget else budget
             chunks.append(Chunk(request.id, new, 0))
             free -= blocks
             budget -= new
             slots -= 1
         if not seqs and not chunks:
             return Wait(reason="nothing fits")
-        return HybridStep(self.sms, tuple(chunks), seqs > 0)
+        return HybridStep(self.sms, tuple(chunks), seqs > 0, by_chunk=by_chunk)
 
     def _preempting(self, state: SystemState) -> HybridStep:
         """Blocks are short: walk ``running`` request by request, as the engine does. Nobody is admitted in such a step."""
@@ -123,7 +138,8 @@ class Vllm:
             needed = decode.growth_of(request)
             while needed > free:
                 tail = (chunked or decodes).pop()
-                held = decode.cached(tail) if tail.id in decode.requests else tail.known_tokens
+                held = (decode.cached(tail) if tail.id in decode.requests else
+                        tail.computed_tokens if self.by_chunk else tail.known_tokens)
                 free += kv.blocks_for(held)
                 victims.append(tail.id)
                 if tail is request:
@@ -133,7 +149,12 @@ class Vllm:
                 served += 1
         assert decodes or chunked, f"a lone request outgrew the KV cache of {kv.total_blocks} blocks; preempted {victims}"
         chunks, _ = _continue(chunked, self.budget_tokens - len(decodes))
-        return HybridStep(self.sms, tuple(chunks), bool(decodes), preempt=tuple(victims), reason="preempt")
+        if self.by_chunk and chunks:
+            reach = chunks[0].past_tokens + chunks[0].new_tokens
+            if kv.blocks_for(reach) - kv.blocks_for(chunks[0].past_tokens) > free:
+                victims.append(chunks.pop().request_id)
+        return HybridStep(self.sms, tuple(chunks), bool(decodes), preempt=tuple(victims), reason="preempt",
+                          by_chunk=self.by_chunk)
 
     @property
     def shares_prefixes(self) -> bool:

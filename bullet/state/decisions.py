@@ -104,7 +104,8 @@ class HybridStep(NamedTuple):
     """One lock-step batch: prompt chunks (those with no past are admitted) and, if ``decode``, all decodes.
 
     ``steady`` (a step of decodes alone): the answer would stay the same until a request arrives or the next iteration's KV
-    blocks are not free, so a driver need not ask until then.
+    blocks are not free, so a driver need not ask until then. ``by_chunk``: a prompt takes KV blocks for the tokens of its chunks
+    as they come, not for all its known tokens when it is admitted; the same in all of a policy's steps.
     """
 
     sms: int
@@ -117,6 +118,7 @@ class HybridStep(NamedTuple):
     preempt: tuple[int, ...] = ()
     reason: str = ""
     steady: bool = False
+    by_chunk: bool = False
 
 
 class Wait(NamedTuple):

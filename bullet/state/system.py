@@ -49,6 +49,7 @@ class SystemState:
         self.prefill: PrefillBatch | None = None
         self.ready: list[Request] = []
         self.chunked: list[Request] = []
+        self._by_chunk = False  # whether they hold blocks for what is computed of them, or for all their known tokens
         self._launched: list[Request] = []  # requests of the chunks in flight
         self.admitted: list[Request] = []  # by the last step that had chunks
         self.decode = WindowedDecodeBatch(kv) if isinstance(kv, WindowedKvCache) else DecodeBatch(kv.block_tokens)
@@ -152,6 +153,9 @@ class SystemState:
     def _begin_chunks(self, step: HybridStep, now_s: float) -> list[Request]:
         launched: list[Request] = []
         by_id = {r.id: r for r in self.chunked} if self.chunked else {}
+        self._by_chunk = step.by_chunk
+        if step.by_chunk:
+            return self._take_by_chunk(step, by_id, now_s)
         coming = [request_id for request_id, _, _ in step.chunks if request_id not in by_id]
         self.admitted = self._admit(coming, now_s) if coming else []
         for request in self.admitted:
@@ -162,6 +166,22 @@ class SystemState:
             assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
             assert 0 < new <= request.prompt_tokens + request.generated - past, (
                 f"{request}: a chunk is empty or runs over its prompt: {new} tokens")
+            launched.append(request)
+        return launched
+
+    def _take_by_chunk(self, step: HybridStep, by_id: dict[int, Request], now_s: float) -> list[Request]:
+        """As above; each chunk takes the blocks that its own tokens need."""
+        kv, self.admitted, launched = self.kv, [], []
+        assert not kv.sharing, "blocks with shared prefixes are reserved whole"
+        for request_id, new, past in step.chunks:
+            request = by_id.get(request_id)
+            if request is None:
+                request = self._dequeue(request_id, now_s)
+                self.chunked.append(request)
+                self.admitted.append(request)
+            assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
+            assert 0 < new <= request.known_tokens - past, f"{request}: a chunk is empty or runs over its prompt: {new} tokens"
+            kv.take(kv.blocks_for(past + new) - kv.blocks_for(past))
             launched.append(request)
         return launched
 
@@ -209,13 +229,17 @@ class SystemState:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _admit(self, request_ids: Sequence[int], now_s: float) -> list[Request]:
-        requests = [self.queue.remove(request_id) for request_id in request_ids]
+        requests = [self._dequeue(request_id, now_s) for request_id in request_ids]
         for request, past in zip(requests, self.kv.reserve(requests), strict=True):
             request.computed_tokens = past
-            request.phase = Phase.PREFILL
-            if request.admitted_s is None:
-                request.admitted_s = now_s
         return requests
+
+    def _dequeue(self, request_id: int, now_s: float) -> Request:
+        request = self.queue.remove(request_id)
+        request.phase = Phase.PREFILL
+        if request.admitted_s is None:
+            request.admitted_s = now_s
+        return request
 
     def _emit_first(self, request: Request, now_s: float) -> None:
         request.generated += 1
@@ -234,7 +258,8 @@ class SystemState:
                 waiting = self.chunked if any(r.id == request_id for r in self.chunked) else self.ready
                 request = next(r for r in waiting if r.id == request_id)
                 waiting.remove(request)
-                held = request.known_tokens - (1 if request.phase is Phase.READY else 0)
+                held = (request.known_tokens - 1 if request.phase is Phase.READY else
+                        request.computed_tokens if self._by_chunk else request.known_tokens)
                 self.kv.release(request, held)
             request.phase = Phase.WAITING
             request.computed_tokens = 0
@@ -249,7 +274,10 @@ class SystemState:
             HYBRID in self.in_flight and getattr(self.in_flight[HYBRID].step, "decode", False))
         room = {r.id: (r, decode.cached(r) + (1 if in_flight else 0)) for r in decode.requests.values()}
         room |= {r.id: (r, r.known_tokens - 1) for r in self.ready}
-        room |= {r.id: (r, r.known_tokens) for r in (*self.chunked, *(self.prefill.requests if self.prefill is not None else ()))}
+        step = self.in_flight[HYBRID].step if HYBRID in self.in_flight else None
+        new = {chunk.request_id: chunk.new_tokens for chunk in step.chunks} if isinstance(step, HybridStep) else {}
+        room |= {r.id: (r, r.computed_tokens + new.get(r.id, 0) if self._by_chunk else r.known_tokens) for r in self.chunked}
+        room |= {r.id: (r, r.known_tokens) for r in (self.prefill.requests if self.prefill is not None else ())}
         if isinstance(kv, SharingKvCache):
             held = kv.check(room)
         else:

@@ -50,12 +50,37 @@ def world(prompts: list[int], decodes: list[int] = (), blocks: int = 10_000) -> 
 def test_vllm_serves_decodes_then_fills_the_budget() -> None:
     step = build("vllm-256").next_step("hybrid", world([100, 100, 100], [30, 30]), 0.0)
     # 256 - 2 decodes = 254: two prompts whole, 54 tokens of the third.
-    assert step == HybridStep(108, (Chunk(0, 100, 0), Chunk(1, 100, 0), Chunk(2, 54, 0)), True)
+    assert step == HybridStep(108, (Chunk(0, 100, 0), Chunk(1, 100, 0), Chunk(2, 54, 0)), True, by_chunk=True)
 
 
-def test_vllm_admits_only_whole_prompts_that_fit_and_stops_at_the_first_that_does_not() -> None:
+def test_vllm_admits_only_prompts_whose_first_chunk_fits_and_stops_at_the_first_that_does_not() -> None:
     # 8 blocks: the decode holds 2. A prompt of 100 tokens needs 7: not now, and the small one behind it waits too.
-    assert build("vllm-256").next_step("hybrid", world([100, 10], [30], blocks=8), 0.0) == HybridStep(108, (), True)
+    s = world([100, 10], [30], blocks=8)
+    assert build("vllm-256").next_step("hybrid", s, 0.0) == HybridStep(108, (), True, by_chunk=True)
+    # Of a budget of 65 the decode leaves 64 tokens, 4 blocks: the first chunk fits. Reserving the whole prompt would not.
+    step = build("vllm-65").next_step("hybrid", s, 0.0)
+    assert step == HybridStep(108, (Chunk(0, 64, 0),), True, by_chunk=True)
+    assert build("vllm-65", admission="reserve").next_step("hybrid", s, 0.0) == HybridStep(108, (), True)
+    s.begin_hybrid(step, 0.0)
+    s.check()
+    assert s.kv.free_blocks == 8 - 2 - 4
+    # The next 36 tokens take 3 blocks more, and 2 are free: the prompt is the tail itself and goes back; nobody is admitted.
+    s.finish_hybrid(1.0)
+    s.end_hybrid_decode([])
+    step = build("vllm-65").next_step("hybrid", s, 1.0)
+    assert step == HybridStep(108, (), True, preempt=(0,), reason="preempt", by_chunk=True)
+    s.begin_hybrid(step, 1.0)
+    s.check()
+    assert [(r.id, r.computed_tokens) for r in s.queue] == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(("gpu", "budget", "seqs"), [("a100-80gb", 2048, 1024), ("h200", 1024, 1024), ("a100-80gb", 512, 512),
+                                                     ("rtx4090", 2048, 256), ("rtx4090", 128, 128)])
+def test_vllm_takes_the_engines_own_cap_on_sequences(gpu: str, budget: int, seqs: int) -> None:
+    """1,024 on 70 GiB and more, else 256; no more than its token budget."""
+    assert make_policy(f"vllm-{budget}", PolicyContext(MODELS["tiny"], GPUS[gpu], SPLITS, 0.2, None, {})).max_num_seqs == seqs
+    kept = make_policy(f"vllm-{budget}", PolicyContext(MODELS["tiny"], GPUS[gpu], SPLITS, 0.2, None, {"max_num_seqs": 100}))
+    assert kept.max_num_seqs == 100
 
 
 def test_vllm_caps_sequences() -> None:
@@ -73,14 +98,18 @@ def test_vllm_preempts_the_tail_to_the_front() -> None:
     s.check()
 
 
-def test_vllm_preempts_a_partial_prompt_first() -> None:
-    """One decode with a full block (16 cached) and a prompt of 40 (3 blocks) fill 5 blocks; budget 2: a token each a step.
-    The decode's next block is due at 32 cached tokens, 16 steps on: the prompt, computed in part, is the tail and goes."""
+@pytest.mark.parametrize(("admission", "goes"), [("reserve", 16), ("chunk", 32)])
+def test_vllm_preempts_a_partial_prompt_first(admission: str, goes: int) -> None:
+    """One decode with a full block (16 cached) and a prompt of 40; 5 blocks; budget 2: a token each a step.
+
+    Reserved, the prompt holds 3 and the decode 2 from the first step on. The decode's next block is due at 32 cached tokens, 16
+    steps on: the prompt, computed in part, is the tail and goes. Chunk by chunk it takes its second block then, the decode its
+    third, and 5 are held; at step 32, with 48 cached, the decode asks for a fourth."""
     s = world([40], [16], blocks=5)
-    policy = build("vllm-2", max_num_seqs=2)
-    for step_index in range(17):
+    policy = build("vllm-2", max_num_seqs=2, admission=admission)
+    for step_index in range(goes + 1):
         step = policy.next_step("hybrid", s, float(step_index))
-        assert step.preempt == ((0,) if step_index == 16 else ())
+        assert step.preempt == ((0,) if step_index == goes else ())
         s.begin_hybrid(step, float(step_index))
         s.check()
         assert s.finish_hybrid(step_index + 0.5) == []
@@ -167,7 +196,6 @@ def test_the_fewest_latest_decodes_make_room() -> None:
     ("vllm-99999999999", "policy .vllm-99999999999.: the number must be 1 to 999999999"),
     ("static-" + 5000 * "9", "the number must be 1 to 999999999"), ("vllm-abc", "unknown policy"),
     ("static-999", "must be 2 to 106"), ("static-95", "in steps of 2"), ("static-108", "needs it"),
-    ("vllm-64", "at least max_num_seqs"),
     ("nowhere.py:Mine", "no file nowhere.py"), ("file.py", "file.py:Class")])
 def test_wrong_names_say_what_is_allowed(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

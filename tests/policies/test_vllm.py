@@ -42,18 +42,25 @@ class Watched:
             # With one victim fewer, those that stay would have asked for more than there is.
             free = state.kv.free_blocks + sum(self.held(state, r) for r in running[len(left) + 1:])
             stay = [r for r in running[: len(left) + 1] if r.id in state.decode.requests]
-            assert sum(state.decode.growth_of(r) for r in stay) > free
+            needed = sum(state.decode.growth_of(r) for r in stay)
+            last = running[len(left)]
+            if self.policy.by_chunk and last in state.chunked:  # its next chunk asks too
+                new = min(last.known_tokens - last.computed_tokens, self.policy.budget_tokens - len(stay))
+                needed += state.kv.blocks_for(last.computed_tokens + new) - state.kv.blocks_for(last.computed_tokens)
+            assert needed > free
         return step
 
-    @staticmethod
-    def held(state: SystemState, r: Request) -> int:
-        return state.kv.blocks_for(state.decode.cached(r) if r.id in state.decode.requests else r.known_tokens)
+    def held(self, state: SystemState, r: Request) -> int:
+        in_part = r.computed_tokens if self.policy.by_chunk else r.known_tokens
+        return state.kv.blocks_for(state.decode.cached(r) if r.id in state.decode.requests else in_part)
 
 
 @settings(max_examples=150, deadline=None)
-@given(rows=ROWS, blocks=st.integers(2, 90), seqs=st.integers(1, 12), spare=st.integers(0, 60))
-def test_every_step_is_one_the_engine_could_take(rows: list[tuple[int, int, int]], blocks: int, seqs: int, spare: int) -> None:
-    policy = build(f"vllm-{seqs + spare}", max_num_seqs=seqs)
+@given(rows=ROWS, blocks=st.integers(2, 90), seqs=st.integers(1, 12), spare=st.integers(0, 60),
+       admission=st.sampled_from(["chunk", "reserve"]))
+def test_every_step_is_one_the_engine_could_take(rows: list[tuple[int, int, int]], blocks: int, seqs: int, spare: int,
+                                                 admission: str) -> None:
+    policy = build(f"vllm-{seqs + spare}", max_num_seqs=seqs, admission=admission)
     assert World(rows, blocks).run_hybrid(Watched(policy)).state.kv.free_blocks == blocks
 
 
@@ -83,5 +90,7 @@ def test_decode_only_steps_are_one_object() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="must be 1 or more"):
         build("vllm-64", max_num_seqs=0)
+    with pytest.raises(ConfigError, match="the token budget must be at least max_num_seqs = 65"):
+        build("vllm-64", max_num_seqs=65)
     with pytest.raises(ConfigError, match="has no such option; it has: admission, max_num_seqs, prefix_cache, resume"):
         build("vllm-1024", max_seqs=4)

@@ -78,14 +78,15 @@ def test_each_knob_changes_what_it_should_and_nothing_else(knob: str, base: dict
         assert (steps_of(name, **{knob: value}) != base[name]) == (name in changed), name
 
 
-@pytest.mark.parametrize("name", ["vllm-512", "sglang-512", "sglang-512-mixed"])
-def test_a_chunked_prompt_reserves_all_its_blocks_at_admission(name: str) -> None:
+@pytest.mark.parametrize(("name", "options"), [("vllm-512", {"admission": "reserve"}), ("sglang-512", {}),
+                                               ("sglang-512-mixed", {})])
+def test_a_chunked_prompt_reserves_all_its_blocks_at_admission(name: str, options: dict[str, str]) -> None:
     """dynamo#9718: over-admits chunked prefills, then thrashes.
 
     Two prompts of 4,000 tokens (250 blocks) in a cache of 400: the second waits until the first has finished, although
     for most of the time far fewer tokens are computed.
     """
-    outcome = run(name, [(0.0, 4000, 20), (0.0, 4000, 20)], device__kv_tokens=6_400)
+    outcome = run(name, [(0.0, 4000, 20), (0.0, 4000, 20)], device__kv_tokens=6_400, policy__options=options)
     first, second = (finished(outcome)[i] for i in (0, 1))
     assert second["admitted_s"] >= first["finish_s"]
     assert (first["preemptions"], second["preemptions"]) == (0, 0)

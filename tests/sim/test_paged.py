@@ -149,12 +149,15 @@ def random_rows(seed: int, count: int = 60) -> list[tuple[float, int, int]]:
                                                           strict=True)]
 
 
+@pytest.mark.parametrize("admission", ["chunk", "reserve"])
 @pytest.mark.parametrize("seed", range(4))
-def test_named_blocks_without_any_option_are_the_ordinary_policy(seed: int) -> None:
-    """Whole prompts reserved, nothing shared, one step in flight: two independent accounts of one engine."""
+def test_named_blocks_without_any_option_are_the_ordinary_policy(seed: int, admission: str) -> None:
+    """Nothing shared, one step in flight, blocks chunk by chunk or whole prompts reserved: two independent accounts of one
+    engine."""
     rows, device = random_rows(seed), TokenDevice(0.01, 1e-4)
-    counted, _ = play(rows, 40, budget=128, device=device)
-    named, _ = play(rows, 40, budget=128, device=device, paging=Paging(False, True, False, 1))
+    counted, _ = play(rows, 40, budget=128, device=device, admission=admission)
+    named, _ = play(rows, 40, budget=128, device=device, admission=admission,
+                    paging=Paging(False, admission == "reserve", False, 1))
     assert counted.requests["preemptions"].sum() > 5
     a, b = worlds.times(counted), worlds.times(named)
     assert {i: pytest.approx(v, abs=1e-9) for i, v in a.items()} == b
