@@ -1,0 +1,1 @@
+"""Our rivals' schedulers beside the published ones, step by step; ``make lockstep``."""
