@@ -10,10 +10,11 @@ from typing import Any
 from benchmarks.lockstep.stubs import Finder, Stub, absent, package
 from benchmarks.lockstep.worlds import BLOCK, Outcome, World, tokens_of
 
-REAL = ("vllm.v1.core.kv_cache_manager", "vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_utils", "vllm.v1.core.specialized_manager",
-        "vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.interface", "vllm.v1.core.sched.output", "vllm.v1.core.sched.utils",
-        "vllm.v1.core.encoder_cache_manager", "vllm.v1.kv_cache_interface", "vllm.v1.request", "vllm.v1.engine", "vllm.v1.outputs",
-        "vllm.v1.metrics.stats", "vllm.v1.spec_decode.metrics", "vllm.v1.utils")
+REAL = ("vllm.v1.core.kv_cache_manager", "vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_utils",
+        "vllm.v1.core.specialized_manager", "vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.interface",
+        "vllm.v1.core.sched.output", "vllm.v1.core.sched.utils", "vllm.v1.core.encoder_cache_manager",
+        "vllm.v1.kv_cache_interface", "vllm.v1.request", "vllm.v1.engine", "vllm.v1.outputs", "vllm.v1.metrics.stats",
+        "vllm.v1.spec_decode.metrics")
 
 
 def cdiv(a: int, b: int) -> int:
@@ -40,9 +41,8 @@ def load(source: Path) -> dict[str, Any]:
     """The modules of an unpacked sdist; what they do not need is stubbed."""
     given = {"vllm.utils": {"cdiv": cdiv, "GiB_bytes": 1 << 30, "sha256": hash, "is_list_of": lambda *_: True},
              "vllm.logger": {"init_logger": lambda name: Stub()}}
-    real = tuple(name for name in REAL if name != "vllm.v1.utils")
     given["vllm.v1.utils"] = {"ConstantList": _List}
-    sys.meta_path.insert(0, Finder(("vllm", *absent("torch", "msgspec", "prometheus_client")), real, given))
+    sys.meta_path.insert(0, Finder(("vllm", *absent("torch", "msgspec", "prometheus_client")), REAL, given))
     for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.metrics", "vllm.v1.spec_decode"):
         package(name, str(source.joinpath(*name.split("."))))
     names = ("vllm.v1.core.sched.scheduler", "vllm.v1.request", "vllm.v1.kv_cache_interface")
@@ -70,7 +70,8 @@ class Theirs:
 
     def arrive(self, number: int) -> None:
         row = self.world.rows[number]
-        params = Stub(max_tokens=row.output, guided_decoding=None, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
+        params = Stub(max_tokens=row.output, guided_decoding=None, ignore_eos=True, stop_token_ids=(), logprobs=None,
+                      prompt_logprobs=None)
         self.scheduler.add_request(self.modules["request"].Request(
             str(number), tokens_of(self.world, number), None, None, None, params, None, 0.0))
 

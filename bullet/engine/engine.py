@@ -126,9 +126,10 @@ class Engine(Sequences):
 
     # ---- prefill -----------------------------------------------------------------------------------
 
-    def start_prefill(self, chunks: Sequence[Chunk], lane: Lane = CPU_LANE, decode_ids: Sequence[int] = ()) -> PrefillRun:
+    def start_prefill(self, chunks: Sequence[Chunk], lane: Lane = CPU_LANE, decode_ids: Sequence[int] = (), *,
+                      by_chunk: bool = False) -> PrefillRun:
         """Make a batch of chunks, each starting where its sequence's cache ends; ``decode_ids`` ride along (a hybrid
-        batch). A sequence's first chunk takes the blocks of all its known tokens."""
+        batch). A sequence's first chunk takes the blocks of all its known tokens; ``by_chunk``, each those of its own tokens."""
         assert chunks or decode_ids, "an empty batch"
         members, new, past = [], [], []
         rows: list[Tensor] = []
@@ -137,8 +138,9 @@ class Engine(Sequences):
             known = len(sequence.tokens)
             fits = count > 0 and done == sequence.cached and done + count <= known
             assert fits, f"chunk of {count} after {done}: request {request_id} has {sequence.cached} cached of {known} tokens"
-            if not sequence.blocks:
-                sequence.blocks = self.pool.take(-(-known // self.block_tokens))
+            lacking = -(-(done + count if by_chunk else known) // self.block_tokens) - len(sequence.blocks)
+            if lacking > 0:
+                sequence.blocks += self.pool.take(lacking)
             rows.append(self.rows(sequence, done, done + count))
             members.append(sequence)
             new.append(count)

@@ -29,7 +29,8 @@ That is the default. Options bring back what a replay of a 0.19 run needs (docs/
 - ``steps_in_flight``: 2 decides the next step while one still runs (the engine's asynchronous scheduling).
 - ``resume``: ``front`` (the engine's way) or ``back`` of the queue for preempted requests.
 
-With any of them but ``chunk`` and ``reserve``, blocks have names and ``running`` is the engine's own list, walked request by request (``_paged_step``).
+With any of them but ``chunk`` and ``reserve``, blocks have names and ``running`` is the engine's own list, walked request by
+request (``_paged_step``).
 The walk is a rehearsal: it makes the allocations on a plan of the cache, and the driver makes the same ones on the real one.
 """
 

@@ -79,7 +79,8 @@ class EngineFace(Protocol):
 
     def remove(self, request_id: int) -> list[int]: ...
 
-    def start_prefill(self, chunks: Sequence[Chunk], lane: Any, decode_ids: Sequence[int] = ()) -> Any: ...
+    def start_prefill(self, chunks: Sequence[Chunk], lane: Any, decode_ids: Sequence[int] = (), *,
+                      by_chunk: bool = False) -> Any: ...
 
     def run_layers(self, run: Any, layers: int, lane: Any) -> LaunchFace: ...
 
@@ -308,7 +309,7 @@ class Replay(Bookkeeping):
             ids = list(state.decode.requests) if step.decode else []
             if step.decode:
                 seqs, context = state.decode.size, state.decode.context_tokens
-            go = lambda: self._hybrid(step.chunks, ids, where)  # noqa: E731
+            go = lambda: self._hybrid(step, ids, where)  # noqa: E731
         self.waits_since_launch = 0
         target = step.target or state.target
         flight = Flight(step, now, go, (tokens, seqs, context, first_layer, layers, queue_length,
@@ -327,10 +328,11 @@ class Replay(Bookkeeping):
             self.prefill_run = self.engine.start_prefill(chunks, where)
         return self.engine.run_layers(self.prefill_run, layers, where)
 
-    def _hybrid(self, chunks: Sequence[Chunk], ids: Sequence[int], where: Any) -> LaunchFace:
-        if not chunks:
+    def _hybrid(self, step: HybridStep, ids: Sequence[int], where: Any) -> LaunchFace:
+        if not step.chunks:
             return self.engine.decode(ids, where)
-        return self.engine.run_layers(self.engine.start_prefill(chunks, where, ids), self.state.num_layers, where)
+        run = self.engine.start_prefill(step.chunks, where, ids, by_chunk=step.by_chunk)
+        return self.engine.run_layers(run, self.state.num_layers, where)
 
     def _lane(self, name: str, sms: int) -> Any:
         """Where the lane runs now. A change of SMs is a change of stream: the reconfiguration of Table 5."""

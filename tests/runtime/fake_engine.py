@@ -116,12 +116,12 @@ class FakeEngine:
             if self.cached[i] == self.blocks[i] * BLOCK:
                 self.blocks[i] += 1
 
-    def start_prefill(self, chunks, lane, decode_ids=()):
+    def start_prefill(self, chunks, lane, decode_ids=(), *, by_chunk=False):
         for i, new, past in chunks:
             assert i not in self.busy
             assert past == self.cached[i]
             assert past + new <= self.tokens[i]
-            self.blocks[i] = self.blocks[i] or -(-self.tokens[i] // BLOCK)
+            self.blocks[i] = max(self.blocks[i], -(-(past + new if by_chunk else self.tokens[i]) // BLOCK))
             self.busy.add(i)
         self._decoding(decode_ids)
         return {"chunks": chunks, "decodes": list(decode_ids), "done": 0}

@@ -47,14 +47,15 @@ def prefill(engine, *ids, lane=engine_module.CPU_LANE):
 # ------------------------------------------------------------------------------------- blocks and sequences
 
 
-def test_blocks_are_taken_at_admission_and_at_a_blocks_edge():
+@pytest.mark.parametrize(("by_chunk", "first"), [(False, 2), (True, 1)])
+def test_blocks_are_taken_at_admission_or_chunk_by_chunk_and_at_a_blocks_edge(by_chunk, first):
     engine = make()
     engine.add(7, prompt(31))
     assert len(engine.pool.free) == 20
-    run = engine.start_prefill([Chunk(7, 20, 0)])
-    assert len(engine.sequences[7].blocks) == 2  # all 31 tokens, though the chunk has 20
+    run = engine.start_prefill([Chunk(7, 10, 0)], by_chunk=by_chunk)
+    assert len(engine.sequences[7].blocks) == first  # of all 31 tokens, or of 10
     assert engine.run_layers(run, 3).finish() == {}
-    run = engine.start_prefill([Chunk(7, 11, 20)])
+    run = engine.start_prefill([Chunk(7, 21, 10)], by_chunk=by_chunk)
     assert len(engine.sequences[7].blocks) == 2
     (token,) = engine.run_layers(run, 3).finish().values()
     assert engine.sequences[7].generated == [token]
