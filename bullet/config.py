@@ -235,6 +235,9 @@ class DeviceConfig:
     table_outside: str = "refuse"
 
     def __post_init__(self) -> None:
+        from bullet.catalog.gpus import canonical
+
+        object.__setattr__(self, "gpu", canonical(self.gpu))  # one name for one card, in files and keys as well
         require(self.tensor_parallel >= 1, "device.tensor_parallel", self.tensor_parallel, "1 or more")
         require(self.kv_tokens is None or self.kv_tokens > 0, "device.kv_tokens", self.kv_tokens, "positive")
         require(0 < self.memory_utilization <= 1, "device.memory_utilization", self.memory_utilization,

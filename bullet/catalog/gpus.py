@@ -213,3 +213,13 @@ def get_gpu(name: str) -> GpuSpec:
     close = dict.fromkeys(known[said].name for said in difflib.get_close_matches(wanted, known, 3, 0.6)) if wanted else ()
     near = f"did you mean {' or '.join(close)}? " if close else ""
     raise ConfigError(f"unknown gpu {name!r}: {near}choose one of {', '.join(GPUS)}, or give a card's data sheet as a .toml file")
+
+
+def canonical(name: str) -> str:
+    """The built-in name of what ``name`` means; a card's path, and what is unknown, stay as they are."""
+    if name in GPUS or name.lower().endswith(".toml"):
+        return name
+    try:
+        return get_gpu(name).name
+    except ConfigError:
+        return name

@@ -59,13 +59,17 @@ if TYPE_CHECKING:
 
 RUN_EXAMPLES = """examples:
   bullet-sim run --trace sharegpt --rate 15 --policy bullet --out runs/mine
-  bullet-sim run --trace my.csv --arrivals recorded --policy vllm-1024 --ttft 500ms --tpot 30ms
-  bullet-sim run --trace azure-code --concurrency 32 --policy sglang-2048 --gpu h100 --seeds 5
+  bullet-sim run --trace my.csv --arrivals recorded --policy vllm-1024 \\
+      --ttft 500ms --tpot 30ms
+  bullet-sim run --trace azure-code --concurrency 32 --policy sglang-2048 \\
+      --gpu h100 --seeds 5
 """
 COMPARE_EXAMPLES = """examples:
   bullet-sim compare --trace azure-code --rate 5
-  bullet-sim compare --trace sharegpt --rate 15 --policies bullet,vllm-1024 --ttft 500ms --tpot 30ms --seeds 5
-  bullet-sim compare --trace result.json --arrivals recorded --policies vllm-2048 --measured result.json
+  bullet-sim compare --trace sharegpt --rate 15 --policies bullet,vllm-1024 \\
+      --ttft 500ms --tpot 30ms --seeds 5
+  bullet-sim compare --trace result.json --arrivals recorded \\
+      --policies vllm-2048 --measured result.json
 """
 OUTPUT = "output"
 

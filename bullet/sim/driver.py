@@ -462,7 +462,7 @@ class Simulation(Bookkeeping):
             for name in self.names:
                 held[name] += float(held_sm_s[batch["lane"] == name].sum())
         return self.made_outcome(
-            tables, gpu=self.config.device.gpu, device_source=self.device.source + host_label(self.config.device),
+            tables, gpu=self.device.gpu.name, device_source=self.device.source + host_label(self.config.device),
             host_time=self.device.has_host_time or self.host_step_s > 0, **described(served_model(self.config.device)),
             sm_seconds=self.gpu.sm_seconds(span_s, held),
             span_s=span_s, decision_wall_s=self.decision_wall_s, queue_integral_s=self.queue_integral_s,

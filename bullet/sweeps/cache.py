@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from bullet.catalog.gpus import get_gpu
 from bullet.config import RunConfig
 from bullet.devices import PROFILES
 from bullet.files import cannot_write, make_folder
@@ -95,8 +96,10 @@ def _of_folder(folder: Path) -> str:
 def key_of(config: RunConfig) -> str:
     """The name under which a run's result is kept; 40 hexadecimal digits. Shipped data is read once a process."""
     plain = dataclasses.asdict(config)
+    card = get_gpu(config.device.gpu)
     parts = (json.dumps(plain, sort_keys=True, default=str), code_digest(), _of_folder(PACKAGE / "workload" / "data"),
-             _of_folder(PACKAGE / "catalog" / "cards"), _of_folder(PROFILES / config.device.gpu), _digest(_named(plain)))
+             _of_folder(PACKAGE / "catalog" / "cards"), _of_folder(PROFILES / card.name), _of_folder(PROFILES / card.silicon),
+             _digest(_named(plain)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 

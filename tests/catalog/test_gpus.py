@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from bullet.catalog.gpus import FITTED, GPUS, GpuSpec, get_gpu
+from bullet.config import DeviceConfig
+from bullet.devices.load import load_device
 from bullet.errors import ConfigError
+from tests.worlds import run
 
 CARD = '''name = "mine"
 num_sms = 100
@@ -84,6 +87,14 @@ def test_a_card_of_ones_own(tmp_path: Path) -> None:
     assert card(tmp_path, CARD + 'like = "a100-80gb"\nhost_link_gb_per_s = 64\n').silicon == "a100-80gb"
     assert card(tmp_path, CARD + "host_link_gb_per_s = 64\n").link_bytes_per_s == 64e9
     assert card(tmp_path, CARD.replace("[9, 0]", "[7, 5]")).silicon == "a100-80gb"
+
+
+def test_one_card_has_one_name_in_a_configuration(tmp_path: Path) -> None:
+    assert DeviceConfig(gpu="NVIDIA H100 80GB HBM3").gpu == DeviceConfig(gpu="H100").gpu == "h100"
+    path = tmp_path / "card.toml"
+    path.write_text(CARD, encoding="utf-8")
+    assert DeviceConfig(gpu=str(path)).gpu == str(path)
+    assert run("vllm-1024", [(0.0, 100, 2)], device=load_device(DeviceConfig(gpu=str(path)))).device["gpu"] == "mine"
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
