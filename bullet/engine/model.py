@@ -285,9 +285,9 @@ class Model:
         return F.embedding(batch.tokens, self.weights.embed)
 
     def layers(self, batch: Batch, x: Tensor | None, residual: Tensor, kv: Tensor, first: int, last: int,
-               num_sms: int) -> tuple[Tensor, Tensor]:
-        """Layers ``first .. last - 1``; ``residual`` is updated in place."""
-        split = self.ops.split(batch.decodes, self.arch.spec, num_sms)
+               num_sms: int, split: Any = None) -> tuple[Tensor, Tensor]:
+        """Layers ``first .. last - 1``; ``residual`` is updated in place. ``split``: of :meth:`Ops.split`, made before."""
+        split = self.ops.split(batch.decodes, self.arch.spec, num_sms) if split is None else split
         for index in range(first, last):
             x = self._layer(self.weights.layers[index], batch, x, residual, kv[index], num_sms, split)
         assert x is not None, f"no layer in {first}..{last}"

@@ -71,10 +71,12 @@ class EngineWorkloads(reference.Workloads):
         residuals = self.residuals[op, role] = [self._random(tokens, m.hidden_size) for _ in range(count)]
 
         def on(num_sms: int) -> reference.Workload:
+            split = model.ops.split(rows.decodes, m, num_sms)  # once for all layers of a step, hence not a layer's time
+
             def run(i: int) -> torch.Tensor:
                 # The residual stream is added to in place and grows with every repetition, by a layer's input and output: it ends
                 # where bfloat16 no longer tells the sum, some hundred outputs high. A copy would be no kernel but a memcpy node.
-                return model.layers(rows, inputs[i], residuals[i], caches, i, i + 1, num_sms)[0]
+                return model.layers(rows, inputs[i], residuals[i], caches, i, i + 1, num_sms, split)[0]
 
             return reference.Workload(op, run, count, footprint)
         return replace(on(1), on=on)

@@ -17,7 +17,8 @@ from bullet.errors import ProfileError
 L2_MULTIPLE = 3.0
 """Inputs are rotated over this many times the L2 cache, so that no repetition finds its own data there."""
 MAX_ROTATION = 64
-MAX_REPEATS = 256
+MAX_REPEATS = 1024
+"""Of an operation in a replay: a millisecond of the shortest, which takes about one microsecond."""
 
 
 class Interval(NamedTuple):

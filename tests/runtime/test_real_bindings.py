@@ -15,11 +15,35 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 
+def compiled(folder):
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1",
+                    HERE / "libcuda_stub.c", "-ldl"], check=True)
+
+
+@pytest.mark.skipif(COMPILER is None or not sys.platform.startswith("linux"), reason="no C compiler, or not Linux")
+def test_nodes_of_a_graph_through_cuda_bindings(tmp_path):
+    """Handles as torch gives them, plain integers; counts, names and structures as the bindings return them."""
+    pytest.importorskip("cuda.bindings.driver")
+    compiled(tmp_path)
+    code = textwrap.dedent("""
+        from bullet.gpu.driver import Driver
+        from bullet.profiler.evidence import nodes_of
+        driver = Driver.load()
+        print(nodes_of(driver, 0x4000))
+        print(int(driver.call("cuCtxFromGreenCtx", 0x4000)))
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, env={
+        **os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(HERE.parents[1])})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "[{'kind': 'kernel', 'name': 'gemm_kernel', 'grid': [112, 1, 1], 'block': [128, 1, 1], 'context': 16384}, "
+        "{'kind': 'memcpy'}]", "16384"]
+
+
 @pytest.mark.skipif(COMPILER is None or not sys.platform.startswith("linux"), reason="no C compiler, or not Linux")
 def test_a_partition_table_through_cuda_bindings(tmp_path):
     pytest.importorskip("cuda.bindings.driver")
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", tmp_path / "libcuda.so.1",
-                    HERE / "libcuda_stub.c", "-ldl"], check=True)
+    compiled(tmp_path)
     code = textwrap.dedent("""
         import sys
         from bullet.errors import PartitionError
