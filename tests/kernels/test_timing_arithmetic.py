@@ -45,8 +45,8 @@ def test_rotation_passes_three_times_l2():
 def test_repeats_is_whole_rounds_within_the_cap(once_s, wanted_s, sets):
     count = repeats(once_s, wanted_s, sets)
     assert count % sets == 0
-    assert sets <= count <= 256
-    assert count * once_s >= wanted_s * 0.999 or count + sets > 256
+    assert sets <= count <= 1024
+    assert count * once_s >= wanted_s * 0.999 or count + sets > 1024
 
 
 def test_inside_keeps_whole_replays_and_drops_the_first():
