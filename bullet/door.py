@@ -1,4 +1,4 @@
-"""The one way in for files: JSON, JSON lines, TOML, CSV and their .gz are opened here, and decoded into types.
+"""The one way in for files: JSON, JSON lines, TOML, CSV, packed or not, are opened here, and decoded into types.
 
 Whatever the bytes, a caller gets sound values or one error of its own kind, in one line that names the file, what is wrong and
 what is allowed: never another exception, never a file's worth of memory for a few packed bytes. Sound: UTF-8 without lone
@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import functools
 import gzip
 import json
 import math
+import os
 import re
 import tomllib
 import types
 import typing
 import zlib
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from bullet.errors import BulletError, one_line, short
 
@@ -39,8 +41,9 @@ MOST_LINE_BYTES = 16 << 20
 """Of one of its lines: the first of a record holds all requests."""
 MOST_DEPTH = 64
 PIECE_BYTES = 1 << 20
-PACKED = b"\x1f\x8b"
-"""How gzip begins."""
+PACKED: Mapping[str, tuple[bytes, str]] = types.MappingProxyType({
+    "gzip": (b"\x1f\x8b", ".gz"), "zstd": (b"\x28\xb5\x2f\xfd", ".zst"), "xz": (b"\xfd7zXZ\x00", ".xz"), "bzip2": (b"BZh", ".bz2")})
+"""First bytes and ending of the packed files that are read."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _ODD_JSON = re.compile(r"[0-9]{19}|[eE]\+?[0-9]{3}|\\u(?:[dD][89a-fA-F]|00[01789])|\\[bf]|[\x7f-\x9f]")
@@ -77,28 +80,69 @@ def reason(exc: Exception) -> str:
     return one_line((exc.strerror if isinstance(exc, OSError) else None) or str(exc) or type(exc).__name__, 200)
 
 
-def pieces(path: Path, error: Error, most_bytes: int = MOST_UNPACKED_BYTES) -> Generator[bytes, None, None]:
-    """The file's bytes a megabyte at a time, unpacked if gzip packed them (by content: a browser may unpack the bytes and leave
-    the name). ``error`` where it cannot be read, is damaged, or holds more than ``most_bytes``."""
-    total = 0
+@contextmanager
+def unpacked(path: Path, error: Error, what: str = "") -> Iterator[tuple[IO[bytes], str | None, int]]:
+    """A file's bytes, how they were packed (``None``: not) and their number as packed. By content, also where the name does not
+    say so: a browser may unpack the name but not the file. ``error``, where it cannot be opened or what is read within the block
+    is damaged; ``what`` it should be, for the message.
+    """
+    kind: str | None = None
+    damaged: list[type[Exception]] = [gzip.BadGzipFile, zlib.error]
     try:
         with path.open("rb") as file:
-            packed = file.peek(2)[:2] == PACKED
-            if path.suffix == ".gz" and not packed:
-                raise error(f"{path}: not a gzip file, although its name ends in .gz: rename it if it is not compressed")
-            source = gzip.GzipFile(fileobj=file) if packed else file
-            while piece := source.read(PIECE_BYTES):
-                total += len(piece)
-                if total > most_bytes:
-                    raise error(f"{path}: holds more than {most_bytes >> 20} MiB{' unpacked' if packed else ''}, the most "
-                                "that is read: is it the right file?")
-                yield piece
+            head = file.peek(8)[:8]
+            kind = next((name for name, (magic, ending) in PACKED.items() if head.startswith(magic) or path.suffix == ending), None)
+            yield _stream(file, kind, damaged), kind, os.fstat(file.fileno()).st_size
     except EOFError:
-        raise error(f"{path}: truncated gzip file, its end is missing: copy or download it again") from None
-    except (gzip.BadGzipFile, zlib.error) as exc:
-        raise error(f"{path}: damaged gzip file ({reason(exc)}): copy or download it again") from None
-    except (OSError, ValueError) as exc:  # ValueError: a NUL in the name
-        raise error(f"{path}: cannot be read ({reason(exc)})") from None
+        raise error(f"{path}: truncated {kind} file, its end is missing: copy or download it again") from None
+    except tuple(damaged) as exc:
+        raise error(_unsound(path, kind, exc)) from None
+    except OSError as exc:
+        if kind is not None and exc.errno is None:  # bz2's, pyarrow's
+            raise error(_unsound(path, kind, exc)) from None
+        words = {errno.ENOENT: f"no such {what}", errno.EISDIR: f"is a folder: give a {what}"}.get(exc.errno or 0, "")
+        raise error(f"{path}: {words if words and what else f'cannot be read ({reason(exc)})'}") from None
+    except ValueError as exc:
+        if "null byte" not in str(exc):  # a NUL in the path itself
+            raise
+        raise error(f"{str(path)!r}: not a file name ({exc})") from None
+
+
+def _unsound(path: Path, kind: str | None, exc: Exception) -> str:
+    return (f"{path}: not a sound {kind} file ({reason(exc)}): copy or download it again, or rename it if it is not "
+            "compressed")
+
+
+def _stream(file: IO[bytes], kind: str | None, damaged: list[type[Exception]]) -> Any:
+    """Unpacked; to ``damaged`` goes what the library raises."""
+    if kind == "gzip":
+        return gzip.GzipFile(fileobj=file)
+    if kind == "xz":
+        import lzma
+
+        damaged.append(lzma.LZMAError)
+        return lzma.LZMAFile(file)
+    if kind == "bzip2":
+        import bz2
+
+        return bz2.BZ2File(file)
+    if kind == "zstd":
+        import pyarrow as pa
+
+        return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
+    return file
+
+
+def pieces(path: Path, error: Error, most_bytes: int = MOST_UNPACKED_BYTES) -> Generator[bytes, None, None]:
+    """The file's bytes a megabyte at a time, unpacked; ``error`` also where it holds more than ``most_bytes``."""
+    total = 0
+    with unpacked(path, error) as (source, kind, _):
+        while piece := source.read(PIECE_BYTES):
+            total += len(piece)
+            if total > most_bytes:
+                raise error(f"{path}: holds more than {most_bytes >> 20} MiB{' unpacked' if kind else ''}, the most "
+                            "that is read: is it the right file?")
+            yield piece
 
 
 def read_text(path: Path, error: Error, what: str = "text") -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +27,41 @@ MOST_UNPACKED_BYTES = 8 << 30
 """More is no table of ours: a few bytes can claim any number of rows."""
 
 
+@contextmanager
+def told(path: Path, what: str, error: type[BulletError]) -> Iterator[None]:
+    """``error`` for whatever pyarrow finds within the block: the file cannot be read as ``what``."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, KeyError, ValueError, MemoryError, OverflowError, pa.ArrowException) as exc:
+        raise error(f"{path}: cannot be read as {what} ({reason(exc)})") from None
+
+
+def open_file(path: Path, what: str = "parquet", error: type[BulletError] = ProfileError) -> Any:
+    """A ``pyarrow.parquet.ParquetFile``, whose bytes are those that were written; it is a context manager."""
+    import pyarrow.parquet as pq
+
+    with told(path, what, error):
+        _verify(path, error)
+        return pq.ParquetFile(path, page_checksum_verification=True)
+
+
 def read_table(path: Path, what: str = "parquet", columns: Sequence[str] | None = None,
                error: type[BulletError] = ProfileError) -> tuple[Any, dict[str, str]]:
     """The pyarrow table (``columns`` in that order; default all) and the file's metadata.
 
     ``error`` names the file where it cannot be read as ``what``, is damaged, or lacks one of the columns.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        _verify(path, error)
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            if file.metadata.num_rows > MOST_ROWS or sum(g.total_byte_size for g in groups) > MOST_UNPACKED_BYTES:
-                raise error(f"{path}: holds more than {MOST_ROWS} rows or {MOST_UNPACKED_BYTES >> 30} GiB: is it the right file?")
-            table = file.read(columns=columns)
+    with told(path, what, error), open_file(path, what, error) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        if file.metadata.num_rows > MOST_ROWS or sum(g.total_byte_size for g in groups) > MOST_UNPACKED_BYTES:
+            raise error(f"{path}: holds more than {MOST_ROWS} rows or {MOST_UNPACKED_BYTES >> 30} GiB: is it the right file?")
+        table = file.read(columns=columns)
         if columns is not None:
             table = table.select(columns)  # a column that is not there is left out without a word until here
         table.validate(full=True)
         metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items() if k != DIGEST}
-    except (OSError, KeyError, ValueError, MemoryError, OverflowError, pa.ArrowException) as exc:
-        raise error(f"{path}: cannot be read as {what} ({reason(exc)})") from None
     return table, metadata
 
 
@@ -79,18 +93,11 @@ def write_tables(path: Path, tables: Iterable[Any], **options: Any) -> None:
 
 def row_groups(path: Path, columns: Sequence[str], error: type[BulletError] = ProfileError) -> Iterator[Any]:
     """The file's row groups as pyarrow tables, one at a time."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        _verify(path, error)
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for number in range(file.num_row_groups):
-                table = file.read_row_group(number, columns=list(columns))
-                table.validate(full=True)
-                yield table
-    except (OSError, KeyError, ValueError, MemoryError, pa.ArrowException) as exc:
-        raise error(f"{path}: cannot be read as parquet ({reason(exc)})") from None
+    with told(path, "parquet", error), open_file(path, error=error) as file:
+        for number in range(file.num_row_groups):
+            table = file.read_row_group(number, columns=list(columns))
+            table.validate(full=True)
+            yield table
 
 
 def _digest_place(path: Path) -> tuple[int, bytes]:

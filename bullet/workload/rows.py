@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bullet.door import is_file
 from bullet.errors import TraceError
+from bullet.parquet import open_file, told
 from bullet.workload.text import first_character, plain_name, text_of
 from bullet.workload.values import Cells, listed, number, shown
 
@@ -236,26 +238,17 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 @contextmanager
 def _open_parquet(path: Path) -> Iterator[Rows]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    if not is_file(path, TraceError):
+        raise TraceError(f"{path}: no such trace file")
+    with open_file(path, "Parquet", TraceError) as file:
+        def batches(columns: Sequence[str]) -> Iterator[Batch]:
+            done = 0
+            with told(path, "Parquet", TraceError):
+                for part in file.iter_batches(BATCH_ROWS, columns=list(columns)):
+                    part.validate(full=True)
+                    yield Batch(range(done + 1, done + part.num_rows + 1), {name: _cells(part.column(name)) for name in columns})
+                    done += part.num_rows
 
-    try:
-        file = pq.ParquetFile(path)
-    except FileNotFoundError:
-        raise TraceError(f"{path}: no such trace file") from None
-    except (OSError, pa.ArrowException) as exc:
-        raise TraceError(f"{path}: cannot be read as Parquet ({str(exc).splitlines()[0]})") from None
-
-    def batches(columns: Sequence[str]) -> Iterator[Batch]:
-        done = 0
-        try:
-            for part in file.iter_batches(BATCH_ROWS, columns=list(columns)):
-                yield Batch(range(done + 1, done + part.num_rows + 1), {name: _cells(part.column(name)) for name in columns})
-                done += part.num_rows
-        except (OSError, pa.ArrowException) as exc:
-            raise TraceError(f"{path}: cannot be read as Parquet ({str(exc).splitlines()[0]})") from None
-
-    with file:
         yield Rows(str(path), file.schema_arrow.names, batches)
 
 

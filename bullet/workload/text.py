@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
 import io
-import lzma
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from bullet.door import PACKED, unpacked
 from bullet.errors import TraceError
 from bullet.units import MIB
 
@@ -25,64 +22,10 @@ mistake or a trap."""
 MOST_DOCUMENT_BYTES = 2**30
 """Of a JSON file that is one document and has to be held in memory."""
 
-PACKED = {"gzip": (b"\x1f\x8b", ".gz"), "zstd": (b"\x28\xb5\x2f\xfd", ".zst"), "xz": (b"\xfd7zXZ\x00", ".xz"),
-          "bzip2": (b"BZh", ".bz2")}
-"""First bytes and ending of the packed files that are read."""
-
-
 def plain_name(path: Path) -> str:
     """The file's name in lower case without the ending that says how it is packed."""
     name = path.name.lower()
     return next((name.removesuffix(ending) for _, ending in PACKED.values() if name.endswith(ending)), name)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[IO[bytes], str | None, int]]:
-    """The file unpacked, how it was packed (``None``: plain) and its size as packed; what goes wrong while it is read is one
-    line (:class:`TraceError`)."""
-    kind: str | None = None
-    try:
-        with open(path, "rb") as file:
-            head = file.read(8)
-            file.seek(0)
-            # By content also without the name: a browser may unpack the name but not the file.
-            kind = next((k for k, (magic, ending) in PACKED.items() if head.startswith(magic) or path.suffix == ending), None)
-            yield _unpacked(file, kind), kind, path.stat().st_size
-    except FileNotFoundError:
-        raise TraceError(f"{path}: no such trace file") from None
-    except IsADirectoryError:
-        raise TraceError(f"{path}: is a folder: give a trace file") from None
-    except EOFError:
-        raise TraceError(f"{path}: truncated {kind} file, its end is missing: copy or download it again") from None
-    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as exc:
-        raise _unsound(path, kind, exc) from None
-    except OSError as exc:
-        if kind is not None and exc.errno is None:  # bz2's, pyarrow's
-            raise _unsound(path, kind, exc) from None
-        raise TraceError(f"{path}: cannot be read ({exc.strerror})") from None
-    except ValueError as exc:
-        if "null byte" not in str(exc):  # a NUL in the path itself
-            raise
-        raise TraceError(f"{str(path)!r}: not a file name ({exc})") from None
-
-
-def _unsound(path: Path, kind: str | None, exc: Exception) -> TraceError:
-    return TraceError(f"{path}: not a sound {kind} file ({str(exc).splitlines()[0] if str(exc) else 'empty'}): rename it if it "
-                      "is not compressed")
-
-
-def _unpacked(file: IO[bytes], kind: str | None) -> Any:
-    if kind == "gzip":
-        return gzip.GzipFile(fileobj=file)
-    if kind == "xz":
-        return lzma.LZMAFile(file)
-    if kind == "bzip2":
-        return bz2.BZ2File(file)
-    if kind == "zstd":
-        import pyarrow as pa
-
-        return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
-    return file
 
 
 class _Checked(io.RawIOBase):
@@ -134,7 +77,7 @@ class _Checked(io.RawIOBase):
 @contextmanager
 def text_of(path: Path, newline: str, most_line_bytes: int = MOST_LINE_BYTES) -> Iterator[io.TextIOWrapper]:
     """The file as text, a byte order mark taken off; ``newline`` as of :func:`open`."""
-    with opened(path) as (stream, packed, size):
+    with unpacked(path, TraceError, "trace file") as (stream, packed, size):
         raw = _Checked(path, stream, packed, size, most_line_bytes)
         yield io.TextIOWrapper(io.BufferedReader(raw, BLOCK_BYTES), encoding="utf-8-sig", newline=newline)
 

@@ -309,7 +309,7 @@ def test_balance_equals_an_exhaustive_search(steps: list[float], tokens: int, sl
         done = np.cumsum([tokens / P[i], *(t / P[i] for _, t, _ in sorted(queue))])
         ratios = [(4.0 + done[0]) / slo, *((4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done[1:], strict=True))]
         worst.append(max(p90(np.array(ratios)), (4.0 + table.step[i]) / generated))
-    found = p._set_balanced(StepForecast(table, (1, 1, tokens)), p.tpot.ratio(s, 4.0), ttft)
+    found = p._set_balanced(s, 4.0, StepForecast(table, (1, 1, tokens)), p.tpot.limit(s, 4.0), ttft)
     assert worst[found] == pytest.approx(min(worst))
     assert all(w > worst[found] for w in worst[:found])  # ties to the larger p
 
@@ -329,7 +329,7 @@ def test_balance_of_a_popped_batch(steps: list[float], queue: list[tuple[float, 
         ratios = [(4.0 - a + d) / o for (a, _, o), d in zip(sorted(queue), done, strict=True)]
         worst.append(max(p90(np.array(ratios)), p90(np.array([(4.0 - f + table.step[i]) / g for f, g in running]))))
     ttft = PoppedBatch(p.queue.sort(s, 4.0, 0), 4.0)
-    found = p._set_balanced(StepForecast(table, (1, 1, 1)), p.tpot.ratio(s, 4.0), ttft)
+    found = p._set_balanced(s, 4.0, StepForecast(table, (1, 1, 1)), p.tpot.limit(s, 4.0), ttft)
     assert worst[found] == pytest.approx(min(worst))
     assert all(w > worst[found] - 1e-9 for w in worst[:found])
 
@@ -340,7 +340,7 @@ def test_balance_takes_the_larger_p_where_more_decode_sms_help_nothing() -> None
     s = world(running=[(0.0, 3)], batch=20, batch_slo=1000.0)
     p = policy(flat, decode_floor=0.0)
     ttft = RunningBatch(p.queue, s, s.prefill, 4.0, None, 1.0, 0.0)  # type: ignore[arg-type]
-    assert p._set_balanced(StepForecast(flat, (1, 1, 20)), p.tpot.ratio(s, 4.0), ttft) == 0
+    assert p._set_balanced(s, 4.0, StepForecast(flat, (1, 1, 20)), p.tpot.limit(s, 4.0), ttft) == 0
 
 
 def test_balance_keeps_the_cap_on_one_step() -> None:

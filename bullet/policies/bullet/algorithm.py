@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -121,7 +120,11 @@ class Bullet:
         """Online recalibration (section 3.2.4); steps meant to share SMs teach nothing, as no model here covers that."""
         predicted_s, reason = step.predicted_s, step.reason
         if predicted_s and reason not in SHARING:
-            self._learn(PREFILL if isinstance(step, PrefillStep) else DECODE, step.sms, predicted_s, elapsed_s)
+            if isinstance(step, PrefillStep):
+                self._learn(PREFILL, step.sms, predicted_s, elapsed_s)
+            else:
+                self._learn(DECODE, step.sms, predicted_s, elapsed_s)
+                self.tpot.learned()
 
     # ---- the two lanes ---------------------------------------------------------------------------
 
@@ -268,24 +271,30 @@ class Bullet:
             keeps = np.flatnonzero(in_time)
             if len(keeps):
                 return self.floor + int(keeps[-1]), "reduce-prefill"
-        return self._set_balanced(step, self.tpot.ratio(state, now_s), ttft), "balanced"
+        return self._set_balanced(state, now_s, step, limit_s, ttft), "balanced"
 
-    def _set_balanced(self, step: StepForecast, tpot_ratio: Callable[[float], float], ttft: TtftForecast) -> int:
+    def _set_balanced(self, state: SystemState, now_s: float, step: StepForecast, limit_s: float, ttft: TtftForecast) -> int:
         """SetBalancedSM: minimise max(P90(ttft) / SLO, P90(tpot) / SLO) over the splits, ties to the larger p.
 
         As d rises the first rises and the second falls, so the best split is where they cross: the smallest d at which
         TTFT is the worse of the two, or its neighbour.
         """
+        # The cap on the next step holds here too where any split can meet it: P90 says nothing of one long step.
+        capped = step.first_within(self.tpot_slo_s, self.floor, self.full - 1) if self.cap_next_step else None
+        first = self.floor if capped is None else capped
+        # P90(tpot) meets its SLO up to the limit, and what a step takes beyond that is shared by two tokens or more.
+        most = 1 + max(0.0, step.at(first) - limit_s) / self.tpot_slo_s
+        if ttft.exceeds(most * (1 + 1e-9), first):  # as in deep overload
+            return first
+        tpot_ratio = self.tpot.ratio(state, now_s)
+
         def tpot(index: int) -> float:
             return tpot_ratio(step.at(index))
 
         def ttft_decides(index: int) -> bool:
             return ttft.reaches(tpot(index), index)
 
-        # The cap on the next step holds here too where any split can meet it: P90 says nothing of one long step.
-        capped = step.first_within(self.tpot_slo_s, self.floor, self.full - 1) if self.cap_next_step else None
-        first = self.floor if capped is None else capped
-        if ttft_decides(first):  # as in deep overload
+        if ttft_decides(first):
             return first
         crossing = first + bisect_left(range(first, self.full - 1), True, key=ttft_decides)
         left = crossing - 1

@@ -37,6 +37,9 @@ class TtftForecast(Protocol):
     def reaches(self, ratio: float, index: int) -> bool:
         """Whether P90(ttft / SLO) over P and Q is ``ratio`` or more."""
 
+    def exceeds(self, ratio: float, index: int) -> bool:
+        """Whether it is more, as far as a bound tells at once; false where it does not."""
+
 
 class RunningBatch:
     """P runs: every request of P must be in time. ``share`` of its layers is to launch after ``flying_s`` in flight."""
@@ -70,6 +73,12 @@ class RunningBatch:
             return self.queue.last_sorted(self.state, now_s).reaches(ratio, index, now_s, left_s, own)
         return p90(np.array(own)) >= ratio
 
+    def exceeds(self, ratio: float, index: int) -> bool:
+        if not self.state.queue.requests:
+            return False
+        own = sum([r.first_token_s is None for r in self.batch.requests])
+        return self.queue.last_sorted(self.state, self.now_s).exceeds(ratio, index, self.now_s, self.left(index), own)
+
 
 class PoppedBatch:
     """P is popped just now: P90 over Q as it was before the pop. Slower prefill never helps, so bisect."""
@@ -91,6 +100,9 @@ class PoppedBatch:
     def reaches(self, ratio: float, index: int) -> bool:
         return self.ranked.reaches(ratio, index, self.now_s, 0.0)
 
+    def exceeds(self, ratio: float, index: int) -> bool:
+        return self.ranked.exceeds(ratio, index, self.now_s, 0.0)
+
 
 # -------------------------------------------------------------------------------------------------- TPOT
 
@@ -98,14 +110,16 @@ class PoppedBatch:
 class StepForecast:
     """The next decode step's seconds under each split: one at a time, or all at once."""
 
-    __slots__ = ("at", "estimator", "row", "state")
+    __slots__ = ("at", "estimator", "found", "row", "state")
 
     def __init__(self, estimator: Estimator, state: tuple[int, int, int]) -> None:
         self.estimator = estimator
         self.state = state  # sequences, context tokens, tokens of the prefill beside
         #: Seconds under one split, by its index.
         self.at = estimator.decode_line(*state)
-        self.row: NDArray[np.float64] | None = None  # within one decision, which may ask twice
+        # Until a decode step is observed, which changes the correction.
+        self.row: NDArray[np.float64] | None = None
+        self.found: dict[tuple[float, int, int], int | None] = {}
 
     def all(self) -> NDArray[np.float64]:
         """Seconds under all splits."""
@@ -123,9 +137,12 @@ class StepForecast:
                 return index
         if last < first + 4:
             return None
-        met = self.all()[first + 4 : last + 1] <= limit_s
-        found = int(met.argmax())
-        return first + 4 + found if met[found] else None
+        asked = (limit_s, first, last)
+        if asked not in self.found:
+            met = self.all()[first + 4 : last + 1] <= limit_s
+            found = int(met.argmax())
+            self.found[asked] = first + 4 + found if met[found] else None
+        return self.found[asked]
 
 
 class Tpot:
@@ -152,9 +169,13 @@ class Tpot:
         last, asked = self._last, (seqs, context, prefill_tokens)
         if last is None or last.state != asked:
             last = self._last = StepForecast(self.estimator, asked)
-        else:
-            last.row = None  # what was observed since may have changed it
         return last
+
+    def learned(self) -> None:
+        """A decode step was observed: its seconds on all splits are reckoned anew."""
+        if self._last is not None:
+            self._last.row = None
+            self._last.found.clear()
 
     def limit(self, state: SystemState, now_s: float) -> float:
         """How long the next decode step may be with P90(tpot) inside its SLO; infinity without decodes.
@@ -169,9 +190,12 @@ class Tpot:
             iteration += 1
             ahead_s = flight.remaining_s(now_s)
         dues = self._dues if running.version == self._dues_version else self._follow(running)
-        if ready:
-            dues = sorted([*dues, *[_first_token_s(r) + slo * (r.generated - iteration) for r in ready]])
-        due_s = dues[len(dues) // 10] if dues else math.inf  # P90's order statistic: n - ceil(0.9 n)
+        at = (len(dues) + len(ready)) // 10  # P90's order statistic: n - ceil(0.9 n)
+        if ready:  # those few can move it by no more than their number
+            first = max(0, at - len(ready))
+            dues = sorted([*dues[first : at + 1], *[_first_token_s(r) + slo * (r.generated - iteration) for r in ready]])
+            at -= first
+        due_s = dues[at] if dues else math.inf
         return due_s + slo * iteration - now_s - ahead_s
 
     def _follow(self, running: DecodeBatch) -> list[float]:

@@ -22,6 +22,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class LongQueue:
         self._late_at: list[tuple[float, int, Request]] = []
         self._overdue_at: list[tuple[float, int, Request]] = []
         self._filed = self._longest = 0
+        self.newest_s = self.longest_slo_s = -math.inf  # no request arrived later, none has a longer one
 
     # ---- following the queue ---------------------------------------------------------------------
 
@@ -123,6 +125,7 @@ class LongQueue:
         if not self.regular:
             return
         self._longest = max(queue.known_tokens)
+        self.newest_s, self.longest_slo_s = max(queue.arrival_s), max(queue.ttft_slo_s)
         entries: dict[Section, list[tuple[Key, Request]]] = {self.timely: [], self.late: [], self.overdue: []}
         for request in rest:
             section = self._section(request, now_s)
@@ -131,7 +134,7 @@ class LongQueue:
             self.where[request.id] = section, request.place
             self._expect(section, request, heap=False)
         for section, found in entries.items():
-            section.fill(sorted(found, key=_first))
+            section.fill(sorted(found, key=itemgetter(0)))
         heapify(self._late_at)
         heapify(self._overdue_at)
 
@@ -180,6 +183,7 @@ class LongQueue:
 
     def _follow(self, request: Request, how: int) -> None:
         self._longest = max(self._longest, request.known_tokens)
+        self.newest_s, self.longest_slo_s = max(self.newest_s, request.arrival_s), max(self.longest_slo_s, request.ttft_slo_s)
         if how == 1:
             if request.first_token_s is not None or not 0 < request.ttft_slo_s < math.inf:
                 self.regular = False
@@ -292,10 +296,6 @@ def _last_place(ends: list[float], at: int, own_s: float, slack_s: float) -> int
     return fitting - 1 if fitting else None
 
 
-def _first(entry: tuple[Key, Request]) -> Key:
-    return entry[0]
-
-
 class LongRanked:
     """Q in order of service: its head written out, then sections without those of the head. Good until the next sort."""
 
@@ -370,14 +370,14 @@ class LongRanked:
         for b, block in self._places.items():
             sums[b] = table[block.rows, index].sum()
         first_s = float(table[front_rows, index].sum()) if front_rows else 0.0
-        ends = first_s + np.cumsum(sums)
+        ends = first_s + sums.cumsum()
         starts = np.concatenate(([first_s], ends[:-1]))
         error = (4 * self._waiting + 64) * ULP * (float(ends[-1]) if len(ends) else first_s)
         self._turns[index] = starts, ends, error
         return starts, ends, error
 
     def _ends_within(self, b: int, index: int, start_s: float) -> Floats:
-        ends: Floats = start_s + np.cumsum(self.own.table[self._prepare()[b].rows, index])
+        ends: Floats = start_s + self.own.table[self._prepare()[b].rows, index].cumsum()
         return ends
 
     def missed(self, index: int, now_s: float) -> bool:
@@ -427,6 +427,13 @@ class LongRanked:
         since_s, then, bound, shortest_s = self._least[others]
         bound *= min(1.0, correction / then) if bound > 0 else 1.0
         return (bound - max(0.0, since_s - here_s) / shortest_s) * (1 - 1e-9)
+
+    def exceeds(self, ratio: float, index: int, now_s: float, ahead_s: float, others: int = 0) -> bool:
+        """Whether P90 of TTFT / SLO is more than ``ratio`` whatever ``others`` there are, as far as a bound tells at once."""
+        here_s = now_s + ahead_s
+        if here_s - self.kept.newest_s > ratio * self.kept.longest_slo_s * (1 + 1e-9) and self.counted > 9 * others:
+            return True  # all of Q have waited for longer than that
+        return ratio < self._at_least(here_s, now_s, self.own.estimator.prefill_correction(index), others)
 
     def reaches(self, ratio: float, index: int, now_s: float, ahead_s: float, others: Sequence[float] = ()) -> bool:
         """Whether P90 of TTFT / SLO over Q, served after ``ahead_s`` seconds, and ``others`` is ``ratio`` or more."""
@@ -486,5 +493,7 @@ def _statistic(counts: Floats, low: Floats, high: Floats, k: int, within: Any, a
 
 
 def _bound(counts: Floats, values: Floats, k: int) -> float:
+    if (values[1:] <= values[:-1]).all():  # as slacks in order of service mostly are: no need to sort
+        return float(values[-1 - int(counts[::-1].cumsum().searchsorted(k, side="right"))])
     order = values.argsort()
-    return float(values[order[np.cumsum(counts[order]).searchsorted(k, side="right")]])
+    return float(values[order[counts[order].cumsum().searchsorted(k, side="right")]])

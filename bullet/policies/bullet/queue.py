@@ -72,6 +72,10 @@ class Ranked:
             ratios = ratios[self.counts]
         return p90(np.concatenate((others, ratios)) if len(others) else ratios) >= ratio
 
+    def exceeds(self, ratio: float, index: int, now_s: float, ahead_s: float, others: int = 0) -> bool:
+        """Whether it is more than ``ratio`` whatever ``others`` there are, if that is told at once: here it is not."""
+        return False
+
 
 class ServiceOrder:
     """Sorts Q and pops batches from it. ``index_of``: index of the split that gives decode so many SMs."""
@@ -82,6 +86,7 @@ class ServiceOrder:
         # Kept for speed: the same values would be computed anew.
         self._ranked: Ranked | LongRanked | None = None  # Q as last sorted
         self._largest: tuple[int, int] | None = None  # queue version, blocks of the longest prompt
+        self._bound: tuple[int, int | None] | None = None  # the same, of one that none exceeds
         self._alone_s: list[dict[int, float]] = [{} for _ in range(self.full + 1)]  # on a split, by prompt length
         #: Uncorrected seconds of a prompt alone over all splits, a row for each length met; last, the least of them.
         self.table = np.empty((256, self.full + 2))
@@ -206,10 +211,13 @@ class ServiceOrder:
         """Whether the head of Q does not fit in KV. ``popped``: the first of it, not all, which leave with this step."""
         queue, kv = state.queue, state.kv
         if self._largest is None or self._largest[0] != queue.version:
-            seen = self.long.longest_seen(queue)
-            if seen is not None and kv.free_blocks > kv.blocks_for(seen) * (1 + len(popped)) + state.decode_seqs * kv.block_units:
+            if self._bound is None or self._bound[0] != queue.version:
+                seen = self.long.longest_seen(queue)
+                self._bound = queue.version, None if seen is None else kv.blocks_for(seen)
+            most = self._bound[1]
+            if most is not None and kv.free_blocks > most * (1 + len(popped)) + state.decode_seqs * kv.block_units:
                 return False
-            longest = max(queue.known_tokens) if seen is None else self.long.longest_tokens(queue)
+            longest = max(queue.known_tokens) if most is None else self.long.longest_tokens(queue)
             self._largest = (queue.version, kv.blocks_for(longest))
         if kv.free_blocks > self._largest[1] * (1 + len(popped)) + state.decode_seqs * kv.block_units:
             return False  # whichever is the head, it fits
