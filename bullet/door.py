@@ -42,7 +42,8 @@ MOST_LINE_BYTES = 16 << 20
 MOST_DEPTH = 64
 PIECE_BYTES = 1 << 20
 PACKED: Mapping[str, tuple[bytes, str]] = types.MappingProxyType({
-    "gzip": (b"\x1f\x8b", ".gz"), "zstd": (b"\x28\xb5\x2f\xfd", ".zst"), "xz": (b"\xfd7zXZ\x00", ".xz"), "bzip2": (b"BZh", ".bz2")})
+    "gzip": (b"\x1f\x8b", ".gz"), "zstd": (b"\x28\xb5\x2f\xfd", ".zst"), "xz": (b"\xfd7zXZ\x00", ".xz"),
+    "bzip2": (b"BZh", ".bz2")})
 """First bytes and ending of the packed files that are read."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -91,7 +92,7 @@ def unpacked(path: Path, error: Error, what: str = "") -> Iterator[tuple[IO[byte
     try:
         with path.open("rb") as file:
             head = file.peek(8)[:8]
-            kind = next((name for name, (magic, ending) in PACKED.items() if head.startswith(magic) or path.suffix == ending), None)
+            kind = next((k for k, (magic, ending) in PACKED.items() if head.startswith(magic) or path.suffix == ending), None)
             yield _stream(file, kind, damaged), kind, os.fstat(file.fileno()).st_size
     except EOFError:
         raise error(f"{path}: truncated {kind} file, its end is missing: copy or download it again") from None

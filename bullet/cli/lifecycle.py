@@ -62,7 +62,7 @@ NOTHING = "nothing was written"
 
 def kept_text(args: argparse.Namespace) -> str:
     """What a command that was stopped left behind, for the one line that says so."""
-    import json
+    from bullet import door
 
     folder: Path | None = getattr(args, "kept", None)
     try:
@@ -70,11 +70,11 @@ def kept_text(args: argparse.Namespace) -> str:
             return NOTHING
         if not (folder / "summary.json").exists():
             return f"what was written is in {folder}/"
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = door.read_object(folder / "summary.json", BulletError)
         if summary["complete"]:
             return f"finished runs are kept in {folder if args.command in ('run', 'replay') else folder.parent}/"
         return f"rows so far are kept in {folder}/ ({summary['finished']} of {summary['offered']} requests finished)"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (BulletError, OSError, KeyError, TypeError):
         return f"what was written is in {folder}/"
 
 

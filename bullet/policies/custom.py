@@ -1,7 +1,8 @@
 """A user's own policy, ``path/to/file.py:Class``: loaded once, asked inside a wrapper that tells whose mistake it is.
 
 Whatever the class does wrong is a :class:`~bullet.errors.PolicyError` of one line with its file and line and the time in the run:
-an exception, ``SystemExit``, another signature, an answer of another kind, a state that it changed. A loop inside it ends by a
+an exception, ``SystemExit``, another signature, an answer of another kind, a state that it changed (:func:`guarded`: the line
+itself, where it sets an attribute; :func:`_seen`: the step, where it writes to a list or a counter). A loop inside it ends by a
 second Ctrl-C (:mod:`bullet.signals`).
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -18,7 +21,7 @@ from typing import Any, NoReturn
 from bullet.errors import ConfigError, PolicyError, UnknownOptionError, one_line
 from bullet.policies.base import Policy, PolicyContext, check_decision
 from bullet.signals import users_code
-from bullet.state import DECODE, HYBRID, PREFILL, Decision, Step, SystemState
+from bullet.state import DECODE, HYBRID, PREFILL, Decision, Request, Step, SystemState
 
 _loaded: dict[str, tuple[Path, tuple[int, int], ModuleType]] = {}
 """Files that were executed, by the path that named them; again when they have changed (a notebook's user edits them)."""
@@ -99,7 +102,7 @@ class Custom:
     def __init__(self, name: str, path: Path, policy: Policy) -> None:
         self.name, self.path, self.policy = name, path, policy
         self.lanes = tuple(policy.lanes)
-        self.now_s = 0.0
+        self.now_s, self.asked = 0.0, 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "policy":
@@ -113,16 +116,18 @@ class Custom:
 
     def next_step(self, lane: str, state: SystemState, now_s: float) -> Decision:
         """Its answer, of the right kind."""
-        self.now_s, before = now_s, _seen(state)
+        self.now_s, self.asked = now_s, self.asked + 1
+        before = _seen(state, self.asked)
         try:
-            with users_code(self.name):
+            with users_code(self.name), guarded():
                 decision = self.policy.next_step(lane, state, now_s)
         except (Exception, SystemExit) as exc:
             self._failed(exc, "next_step")
-        if _seen(state) != before:
-            changed = [what for what, a, b in zip(_SEEN, before, _seen(state), strict=True) if a != b]
+        after = _seen(state, self.asked)
+        if after != before:
+            changed = [what for what, a, b in zip(_SEEN, before, after, strict=True) if a != b]
             raise PolicyError(f"{self.where}: policy {self.name!r}: at t = {now_s:.6f} s its next_step changed the state "
-                              f"({', '.join(changed)}): it may only read it")
+                              f"({', '.join(dict.fromkeys(changed))}): it may only read it")
         try:
             check_decision(self.name, lane, now_s, decision, state.splits.num_sms)
         except ConfigError as exc:
@@ -132,26 +137,78 @@ class Custom:
     def observe(self, step: Step, elapsed_s: float) -> None:
         """It hears of a step."""
         try:
-            with users_code(self.name):
+            with users_code(self.name), guarded():
                 self.policy.observe(step, elapsed_s)
         except (Exception, SystemExit) as exc:
             self._failed(exc, "observe")
 
     def _failed(self, exc: BaseException, method: str) -> NoReturn:
+        did = (f"changed the state ({exc}): it may only read it" if isinstance(exc, _ChangedError) else f"failed: {_told(exc)}")
         raise PolicyError(f"{_where(self.path, exc, getattr(type(self.policy), method))}: policy {self.name!r}: at t = "
-                          f"{self.now_s:.6f} s its {method} failed: {_told(exc)}") from exc
+                          f"{self.now_s:.6f} s its {method} {did}") from exc
 
 
-_SEEN = ("queue", "prefill batch", "ready", "chunked", "decode batch", "decode batch", "decode batch", "KV blocks", "in flight",
-         "target", "published", "published")
+class _ChangedError(Exception):
+    """A user's policy set an attribute of the state."""
 
 
-def _seen(state: SystemState) -> tuple[Any, ...]:
-    """What shows that a state was changed, in constant time."""
+GUARDED = (SystemState, Request)
+"""Whose attributes nobody sets while a user's policy is asked: there are too many requests to look at each before and after."""
+_asking: dict[int, int] = {}
+"""Threads in which a user's policy is being asked, and how often."""
+_guard = threading.Lock()
+
+
+def _refuse(self: Any, name: str, value: Any) -> None:
+    if threading.get_ident() in _asking:
+        of = f"request {self.id}" if isinstance(self, Request) else type(self).__name__
+        raise _ChangedError(f"{of}: {name} = {value!r}"[:200])
+    object.__setattr__(self, name, value)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Within the block this thread sets no attribute of a state: the line that tries raises. The classes themselves are as ever
+    outside of it, so that a run under a built-in policy pays nothing."""
+    me = threading.get_ident()
+    with _guard:
+        if not _asking:
+            for kind in GUARDED:
+                kind.__setattr__ = _refuse  # type: ignore[method-assign]
+        _asking[me] = _asking.get(me, 0) + 1
+    try:
+        yield
+    finally:
+        with _guard:
+            _asking[me] -= 1
+            if not _asking[me]:
+                del _asking[me]
+            if not _asking:
+                for kind in GUARDED:
+                    del kind.__setattr__
+
+
+_SEEN = ("queue",) * 5 + ("prefill batch", "ready", "chunked") + ("decode batch",) * 7 + (
+    "KV blocks", "in flight", "target", "published", "published")
+LONGEST = 4096
+"""Of a longer list so many entries are looked at, others at each step: what a step costs is bounded."""
+
+
+def _seen(state: SystemState, asked: int) -> tuple[Any, ...]:
+    """What shows that a state was changed: its lists, arrays and counters; of named blocks only the counts."""
     queue, decode, prefill = state.queue, state.decode, state.prefill
-    return ((queue.version, len(queue)), prefill and (prefill.layers_done, prefill.layers_left), len(state.ready),
-            len(state.chunked), (decode.size, len(decode.requests)), decode.iteration, decode.context_tokens,
-            state.kv.free_blocks, tuple(state.in_flight), state.target, state.prefill_published, state.decode_published)
+    part = slice(None)
+    if len(queue) > LONGEST:
+        at = asked * LONGEST % len(queue)
+        part = slice(at, at + LONGEST)
+    return ((queue.version, len(queue)), tuple(queue.requests[part]), tuple(queue.arrival_s[part]),
+            tuple(queue.ttft_slo_s[part]), tuple(queue.known_tokens[part]),
+            prefill and (prefill, prefill.requests, prefill.tokens, prefill.deadline_s, prefill.layers_done, prefill.layers_left),
+            tuple(state.ready), tuple(state.chunked), (decode, decode.size, decode.version), tuple(decode.requests.values()),
+            decode.iteration, decode.context_tokens, tuple(decode.residues), decode.first_token_s.tobytes(),
+            decode.generated_offset.tobytes(), (state.kv, state.kv.free_blocks, state.kv.total_blocks),
+            [(lane, flight, flight and (flight.step, flight.start_s)) for lane, flight in state.in_flight.items()],
+            state.target, state.prefill_published, state.decode_published)
 
 
 def _line(exc: BaseException | None, path: Path) -> int | None:

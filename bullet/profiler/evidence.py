@@ -130,7 +130,8 @@ class Evidence:
 
 
 def read_evidence(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a file, one that was cut included."""
+    """All whole records of a file, one that was cut included, which :mod:`bullet.door` would refuse: for reading by hand, as no
+    command does."""
     out, raw = [], path.read_bytes()
     try:
         text = gzip.decompress(raw)

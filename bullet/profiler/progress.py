@@ -13,9 +13,9 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from bullet.errors import ResultsError
+from bullet import door
+from bullet.errors import ProfileError, ResultsError
 from bullet.profiler.bench import DeviceLostError
 from bullet.profiler.plan import SHARINGS, Point
 
@@ -41,7 +41,7 @@ class Progress:
         self.tiers: Mapping[str, tuple[int, int]] = {}
         if path is not None and path.exists():
             try:
-                found: Any = json.loads(path.read_text(encoding="utf-8"))
+                found = door.read_object(path, ProfileError)
                 self.lost, self.cut = ([str(key) for key in found[name]] for name in ("lost", "cut"))
                 self.tiers = {str(tier): (int(done), int(planned)) for tier, (done, planned) in found["tiers"].items()}
                 if (now := found["now"]) is not None:
@@ -51,7 +51,7 @@ class Progress:
                         self.lost.append(self.found)
                     else:
                         self.cut.append(self.found)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except (ProfileError, ValueError, KeyError, TypeError, AttributeError):
                 pass  # it was cut while it was written: nothing is known, and nothing is left out
 
     def begin(self, point: Point) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from bullet.door import is_file, read_text
 from bullet.errors import BulletError, ConfigError, ResultsError
 from bullet.profiler import session, summary
 from bullet.profiler.progress import NAME as PROGRESS
@@ -187,6 +188,7 @@ def _engine(out: Path, seconds: float, arguments: Sequence[str], outcome: Outcom
         outcome.statuses["engine"] = [code]
         (work / STATUS).write_text(f"{code}\n")
         keep()
+        # What our own process said, whatever bytes are in it: not a file that somebody gave.
         tail = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else []
         say("\n".join([f"engine: exit status {code}; its folder and what it said: {archive}",
                        *(f"  {line[:160]}" for line in tail)]))
@@ -228,7 +230,7 @@ def pack(folder: Path, archive: Path, limit_bytes: int = MAX_ARCHIVE_BYTES) -> N
 
 def _last_lines(out: Path) -> list[str]:
     path = out / "summary.txt"
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return read_text(path, ResultsError).splitlines() if is_file(path, ResultsError) else []
 
 
 def plan_lines(target: Target, *, budget_s: float, model: str | None = None, seed: int = 0, skip: Sequence[str] = (),

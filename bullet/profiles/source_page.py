@@ -8,6 +8,8 @@ from pathlib import Path
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients
+from bullet.door import is_file, read_text
+from bullet.errors import ProfileError
 from bullet.files import write_text
 from bullet.profiles.check import check_samples
 from bullet.profiles.kernels import FAMILIES, version_of
@@ -81,7 +83,7 @@ WHOSE = {"engine": "the engine's own kernels (its GEMMs are torch's)", "torch": 
 
 def write_page(path: Path, page: str) -> None:
     """Write or replace the part below :data:`MARK`."""
-    own = path.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if path.is_file() else ""
+    own = read_text(path, ProfileError).partition(MARK)[0].rstrip() if is_file(path, ProfileError) else ""
     write_text(path, (own + "\n\n" if own else "") + MARK + "\n" + page)
 
 

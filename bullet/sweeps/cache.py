@@ -23,9 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from bullet import door
 from bullet.catalog.gpus import get_gpu
 from bullet.config import RunConfig
 from bullet.devices import PROFILES
+from bullet.errors import ResultsError
 from bullet.files import cannot_write, make_folder
 
 PACKAGE = Path(__file__).parent.parent
@@ -104,16 +106,15 @@ def key_of(config: RunConfig) -> str:
 
 
 def read_entry(path: Path) -> dict[str, Any] | None:
-    """A record from its file; ``None`` where there is none. ``ValueError``: damaged, its checksum differs."""
-    try:
-        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
-    except FileNotFoundError:
+    """A record from its file; ``None`` where there is none. :class:`ResultsError`: damaged, its checksum differs."""
+    if not door.is_file(path, ResultsError):
         return None
-    except OSError as exc:
-        raise ValueError(str(exc)) from None
+    digest, _, text = door.read_text(path, ResultsError).partition("\n")
     if hashlib.sha256(text.encode()).hexdigest() != digest:
-        raise ValueError("damaged")
-    record: dict[str, Any] = json.loads(text)
+        raise ResultsError(f"{path}: damaged")
+    record = door.json_value(text, f"{path}: cannot be read", ResultsError)
+    if not isinstance(record, dict):
+        raise ResultsError(f"{path}: must hold one JSON object, found {door.plain_kind(record)}")
     return record
 
 
@@ -133,7 +134,7 @@ class Cache:
         path = self.path(key)
         try:
             return read_entry(path)
-        except ValueError:
+        except ResultsError:
             if path not in self.damaged:
                 self.damaged.append(path)
             return None

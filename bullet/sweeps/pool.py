@@ -125,7 +125,7 @@ class Pool:
 
 def run_one(key: str, config: RunConfig, entry: Path) -> tuple[str, dict[str, Any]]:
     """One run in a worker. A mistake of the user's, or of ours, is a record like another and stops nobody else's run."""
-    with suppress(ValueError):  # damaged: it will be written over
+    with suppress(ResultsError):  # damaged: it will be written over
         record = read_entry(entry)  # another sweep may have been here meanwhile
         if record is not None:
             return key, record

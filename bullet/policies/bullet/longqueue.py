@@ -23,11 +23,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
-from bullet.policies.bullet.sections import DEADLINE, Block, Floats, Key, Owner, Section, Written
+from bullet.policies.bullet.sections import DEADLINE, Block, Floats, Key, Owner, Section, Written, kth_bound, statistic
 from bullet.state import Request, WaitingQueue
 
 LONG = 512
@@ -403,7 +402,7 @@ class LongRanked:
             slacks: Floats = blocks[b].columns[DEADLINE] - self._ends_within(b, index, float(starts[b])) * correction
             return slacks
 
-        found = _statistic(self._counts, low, high, self.counted // 10, within, None if value else now_s)
+        found = statistic(self._counts, low, high, self.counted // 10, within, None if value else now_s)
         margin_s = found - now_s
         return self.exact().margin(index, now_s) if abs(margin_s) <= 2 * error else margin_s
 
@@ -422,7 +421,7 @@ class LongRanked:
             low = (here_s + starts * correction - last - error * correction - 8 * ULP * abs(here_s)) / most
             n = self.counted + others
             k = n - n // 10 - 1 - others  # as if all the others were less
-            bound = _bound(self._counts, low, k) if k >= 0 else -math.inf
+            bound = kth_bound(self._counts, low, k) if k >= 0 else -math.inf
             self._least[others] = here_s, correction, bound, float(least.min())
         since_s, then, bound, shortest_s = self._least[others]
         bound *= min(1.0, correction / then) if bound > 0 else 1.0
@@ -462,7 +461,7 @@ class LongRanked:
         if len(others):
             counts = np.concatenate((counts, np.ones(len(others))))
             low, high = np.concatenate((low, others)), np.concatenate((high, others))
-        found = _statistic(counts, low, high, n - n // 10 - 1, within, ratio)
+        found = statistic(counts, low, high, n - n // 10 - 1, within, ratio)
         if math.isinf(found):
             return found > 0
         shortest = least[self._counts > 0]
@@ -470,30 +469,3 @@ class LongRanked:
         if abs(found - ratio) <= error + 8 * ULP * (abs(found) + abs(ratio)):
             return self.exact().reaches(ratio, index, now_s, ahead_s, others)
         return found >= ratio
-
-
-def _statistic(counts: Floats, low: Floats, high: Floats, k: int, within: Any, against: float | None) -> float:
-    """The k-th smallest (from 0) of all values. Block b has ``counts[b]``, between ``low[b]`` and ``high[b]``; ``within(b)`` are
-    these. With ``against``: plus or minus infinity if the bounds alone tell on which side of it the value is.
-    """
-    held = np.flatnonzero(counts)
-    if len(held) < len(counts):
-        part = within
-        counts, low, high, within = counts[held], low[held], high[held], lambda b: part(int(held[b]))
-    if against is not None:
-        if float(counts[~(low > against)].sum()) <= k:
-            return math.inf
-        if float(counts[high < against].sum()) > k:
-            return -math.inf
-    least, most = _bound(counts, low, k), _bound(counts, high, k)
-    below = high < least
-    k -= int(counts[below].sum())
-    values = np.concatenate([within(int(b)) for b in np.flatnonzero(~below & (low <= most))])
-    return float(np.partition(values, k)[k])
-
-
-def _bound(counts: Floats, values: Floats, k: int) -> float:
-    if (values[1:] <= values[:-1]).all():  # as slacks in order of service mostly are: no need to sort
-        return float(values[-1 - int(counts[::-1].cumsum().searchsorted(k, side="right"))])
-    order = values.argsort()
-    return float(values[order[counts[order].cumsum().searchsorted(k, side="right")]])

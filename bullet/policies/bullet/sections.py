@@ -188,3 +188,38 @@ class Section:
             block.rows = np.concatenate((block.rows[:at], block.rows[at + 1 :]))
         self.lasts[b] = block.keys[-1]
         self._changed(b, loose=True)
+
+
+def statistic(counts: Floats, low: Floats, high: Floats, k: int, within: Any, against: float | None) -> float:
+    """The k-th smallest (from 0) of all values. Block b has ``counts[b]``, between ``low[b]`` and ``high[b]``; ``within(b)`` are
+    these. With ``against``: plus or minus infinity if the bounds alone tell on which side of it the value is.
+    """
+    if against is None:  # mostly values fall from block to block: then it lies in this one
+        behind = counts[::-1].cumsum()
+        j = int(behind.searchsorted(k, side="right"))
+        b, own = len(counts) - 1 - j, k - (int(behind[j - 1]) if j else 0)
+        value = float(np.partition(within(b), own)[own])
+        if (not b or low[:b].min() > value) and (not j or high[b + 1 :].max() < value):
+            return value
+    held = np.flatnonzero(counts)
+    if len(held) < len(counts):
+        part = within
+        counts, low, high, within = counts[held], low[held], high[held], lambda b: part(int(held[b]))
+    if against is not None:
+        if float(counts[~(low > against)].sum()) <= k:
+            return math.inf
+        if float(counts[high < against].sum()) > k:
+            return -math.inf
+    least, most = kth_bound(counts, low, k), kth_bound(counts, high, k)
+    below = high < least
+    k -= int(counts[below].sum())
+    values = np.concatenate([within(int(b)) for b in np.flatnonzero(~below & (low <= most))])
+    return float(np.partition(values, k)[k])
+
+
+def kth_bound(counts: Floats, values: Floats, k: int) -> float:
+    """The k-th smallest (from 0) of ``counts[b]`` times ``values[b]`` each."""
+    if (values[1:] <= values[:-1]).all():  # as slacks in order of service mostly are: no need to sort
+        return float(values[-1 - int(counts[::-1].cumsum().searchsorted(k, side="right"))])
+    order = values.argsort()
+    return float(values[order[counts[order].cumsum().searchsorted(k, side="right")]])
