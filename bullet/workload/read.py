@@ -238,10 +238,11 @@ class _Reader:
             for i, ids in enumerate(cells):
                 try:
                     self.ids.extend(ids)
-                except OverflowError:
-                    self.ids.extend([v - 2**64 if v >= 2**63 else v for v in ids])
-                except TypeError:
-                    raise TraceError(f"{where(i)}: {name} = {shown(ids)}: must be a list of whole numbers") from None
+                except (OverflowError, TypeError):
+                    if not all(isinstance(v, int | np.integer) and -2**63 <= v < 2**64 for v in ids):
+                        raise TraceError(f"{where(i)}: {name} = {shown(ids)}: must be a list of whole numbers of 64 "
+                                         "bits") from None
+                    self.ids.extend([int(v) - 2**64 if v >= 2**63 else int(v) for v in ids])
         self.id_counts.extend(counts)
         found = np.frombuffer(counts, dtype=np.int64)
         for size in tuple(self.fits):

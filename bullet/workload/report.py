@@ -131,6 +131,7 @@ def _lengths(found: Description) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)  # names of columns are whatever a file has
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False,
                          break_long_words=False)
 

@@ -130,7 +130,7 @@ def _open_csv(path: Path, text: Any) -> Rows:
         for lines, rows in itertools.chain([(lines_after, records[1:])], parts):
             whole = next((i for i, row in enumerate(rows) if len(row) != len(header)), len(rows))
             if whole:
-                yield Batch(lines, _columns(columns, places, rows[:whole]))
+                yield Batch(lines[:whole], _columns(columns, places, rows[:whole]))
             if whole < len(rows):  # what is wrong further up has been told
                 raise TraceError(f"{path}:{lines[whole]}: {len(rows[whole])} cells where the header has {len(header)}")
 

@@ -91,7 +91,7 @@ def test_a_damaged_result_of_a_benchmark_is_read_or_refused_in_one_line(tmp_path
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
 def test_a_damaged_archive_is_read_or_refused_in_one_line(ending: str, tmp_path: Path) -> None:
     """The packed bytes themselves are struck."""
-    data = FILES["plain"][1].encode() * 1
+    data = FILES["plain"][1].encode()
     pack: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress,
                                                  ".zst": lambda raw: pa.compress(raw, "zstd", asbytes=True)}
     besiege(tmp_path / f"t.csv{ending}", pack[ending](data), lambda path: read(path, {}), MUTATIONS)
@@ -130,8 +130,9 @@ def test_a_flipped_bit_of_a_runs_own_requests_is_never_another_request(tmp_path:
 @pytest.mark.parametrize("odd", [
     pa.array([None, 1, 2]), pa.array([True, False, True]), pa.array(["1", "", "\x1b[2J"]), pa.array([b"\xff", b"", b"1"]),
     pa.array([[1], [2], None]), pa.array([{"a": 1}] * 3), pa.array([2**62] * 3), pa.array([2**64 - 1] * 3, pa.uint64()),
-    pa.array([float("nan"), float("inf"), -1e308]), pa.array([2**62] * 3, pa.timestamp("s")), pa.array([2**31 - 1] * 3, pa.date32()),
-    pa.array([2**62] * 3, pa.duration("s")), pa.array([1, 2, 3], pa.decimal128(38, 0)), pa.nulls(3), pa.array([0, 0, 0], pa.int8()),
+    pa.array([float("nan"), float("inf"), -1e308]), pa.array([2**50] * 3, pa.timestamp("s")),
+    pa.array([2**31 - 1] * 3, pa.date32()), pa.array([2**62] * 3, pa.duration("s")), pa.array([1, 2, 3], pa.decimal128(38, 0)),
+    pa.nulls(3), pa.array([0, 0, 0], pa.int8()),
     pa.array(["a", "b", "a"]).dictionary_encode()], ids=lambda odd: str(odd.type))
 def test_an_odd_column_is_read_or_refused_in_one_line(odd: Any, tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
