@@ -14,7 +14,7 @@ import numpy as np
 
 from bullet.config import WorkloadConfig
 from bullet.errors import BulletError
-from bullet.workload import read_trace
+from bullet.workload.read import read_trace
 
 # The file; whether its times are meant (Nanoflow's TIMESTAMP is one constant).
 TRACES = {

@@ -315,14 +315,28 @@ class Simulation(Bookkeeping):
         assert not step.preempt, f"{step}: a steady step preempts nobody"
         queue_length = len(state.queue.requests)
         target_p, target_d = step.target or state.target
-        while decode.size and self.next_arrival_s > now and decode.growth_blocks <= kv.free_blocks:
-            kv.take(decode.growth_blocks)
-            seqs, context, kv_used = decode.size, decode.context_tokens, kv.total_blocks - kv.free_blocks
+        residues, block_tokens, finish_at = decode.residues, decode.block_tokens, self.finish_at
+        next_arrival_s = self.next_arrival_s
+        while True:
+            seqs, growth = decode.size, residues[decode.iteration % block_tokens]
+            if not seqs or next_arrival_s <= now or growth > kv.free_blocks:
+                return now
+            if growth:
+                kv.take(growth)
+            context, kv_used = decode.context_tokens, kv.total_blocks - kv.free_blocks
             seconds = self._decode_seconds(seqs, context, sms)
             if noise is not None:
                 seconds *= noise.next()
             end = now + (seconds + host_step_s)
-            self._end_iteration(end)
+            if self.merged or decode.iteration + 1 in finish_at:
+                self._end_iteration(end)
+                next_arrival_s = self.next_arrival_s  # of a closed loop: whoever ended may send again
+            else:  # what _end_iteration does where nobody joined or ends
+                self.itl_s.append(end - self.last_iteration_s)
+                self.itl_counts.append(seqs)
+                self.last_iteration_s = end
+                self.preemptions_since_token = 0
+                decode.advance()
             elapsed = end - now
             self._observe(step, elapsed)
             self.step_row((self.steps_ended, HYBRID, HYBRID, now, end, sms, 0, seqs, context, 0, state.num_layers,
@@ -330,7 +344,6 @@ class Simulation(Bookkeeping):
             now = end
             if self.debug:
                 state.check()
-        return now
 
     def _hybrid_work(self, requests: list[Request], step: HybridStep, seqs: int, context: int,
                      now: float) -> tuple[StepWork, int]:
