@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,22 @@ def naive_attention(q, k, v):
             scores = k[head // group, :seen] @ q[head, row] / math.sqrt(size)
             out[head, row] = torch.softmax(scores, 0) @ v[head // group, :seen]
     return out
+
+
+@pytest.mark.parametrize(("backend", "wanted"), [("flash", "flash"), ("cudnn", "cudnn")])
+def test_attention_on_a_gpu_is_of_one_backend_and_no_other(backend, wanted):
+    """What torch may choose from within the block, as torch itself says; elsewhere and afterwards nothing is changed."""
+    def enabled():
+        found = {"flash": torch.backends.cuda.flash_sdp_enabled(), "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+                 "memory": torch.backends.cuda.mem_efficient_sdp_enabled(), "math": torch.backends.cuda.math_sdp_enabled()}
+        return {name for name, on in found.items() if on}
+
+    before = enabled()
+    with reference.pinned(SimpleNamespace(is_cuda=True), backend):
+        assert enabled() == {wanted}
+    with reference.pinned(SimpleNamespace(is_cuda=False), backend):
+        assert enabled() == before
+    assert enabled() == before
 
 
 @pytest.mark.parametrize(("new", "past"), [(5, 0), (5, 7), (1, 4)])

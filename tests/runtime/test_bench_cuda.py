@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_cuda import FakeCuda, FakeEvent, FakeKernels, FakeShop, FakeStream  # noqa: E402
+from fake_cuda import FakeCuda, FakeEvent, FakeGraph, FakeKernels, FakeShop, FakeStream  # noqa: E402
 from stub_driver import StubDriver  # noqa: E402
 
 from bullet.catalog.models import MODELS, get_model  # noqa: E402
@@ -136,6 +137,22 @@ def test_unpartitioned_corun_runs_on_two_plain_streams():
     bench, _, _ = open_bench()
     p, d = about(bench, Point("corun", None, "both", PREFILL, DECODE))
     assert (p.sms, d.sms) == (132, 132)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
+    """A graph that the collector destroys in mid-capture voids the capture."""
+    collecting = []
+    end = FakeGraph.capture_end
+
+    def noted(self):
+        collecting.append(gc.isenabled())
+        end(self)
+
+    monkeypatch.setattr(FakeGraph, "capture_end", noted)
+    bench, _, _ = open_bench()
+    bench.measure(CORUN)
+    assert set(collecting) == {False}
+    assert gc.isenabled()
 
 
 def test_serialised_lanes_are_found_out():
@@ -695,13 +712,14 @@ def test_card_state_without_any_tool_is_unknown():
 
 
 def test_planning_rates_know_the_gpus_by_name():
-    def named(name):
-        return card.rates_for(card.Props(name, 100, (9, 0), 1, 1)).bytes_per_s
-    assert named("NVIDIA H200") == pytest.approx(0.7 * 4.8e12)
-    assert named("NVIDIA H20") == pytest.approx(0.7 * 4.0e12)
-    assert named("NVIDIA A100-SXM4-80GB") == pytest.approx(0.7 * 2.039e12)
-    assert named("NVIDIA GeForce RTX 4090") == pytest.approx(0.7 * 1.008e12)
-    assert named("NVIDIA Unheard Of") == pytest.approx(0.7 * 1.2e12)
+    def named(name, num_sms):
+        return card.rates_for(card.Props(name, num_sms, (9, 0), 1, 1)).bytes_per_s
+    assert named("NVIDIA H200", 132) == pytest.approx(0.7 * 4.8e12)
+    assert named("NVIDIA H20", 78) == pytest.approx(0.7 * 4.0e12)
+    assert named("NVIDIA A100-SXM4-80GB", 108) == pytest.approx(0.7 * 2.039e12)
+    assert named("NVIDIA GeForce RTX 4090", 128) == pytest.approx(0.7 * 1.008e12)
+    assert named("NVIDIA Unheard Of", 100) == pytest.approx(0.7 * 1.2e12)
+    assert named("NVIDIA H200", 33) == pytest.approx(0.7 * 1.2e12)  # a quarter of it
 
 
 def test_fits_is_about_the_free_memory():
