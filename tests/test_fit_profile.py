@@ -22,6 +22,7 @@ from bullet.profiles import forms as fit
 from bullet.profiles import kernels as fit_profile
 from bullet.profiles import sm_axis as fit_sms
 from bullet.profiles.check import A100, RTX4090
+from bullet.profiles.contention import Contention, fit_contention
 from bullet.profiles.fit import fit_samples, waves_by_evidence
 from bullet.profiles.importers.reading import (
     Origin,
@@ -270,10 +271,12 @@ def corun_rows(device: DeviceModel) -> list[Row]:
 def test_the_loss_comes_back_from_co_running_layers(loss: float) -> None:
     device = DeviceModel(LLAMA, GPU, dataclasses.replace(TRUTH, contention_loss=loss))
     rows = corun_rows(device)
-    found, errors = fit_sms.contention(rows, DeviceModel(LLAMA, GPU, TRUTH))
-    assert found["contention_loss"] == pytest.approx(loss, abs=0.002)
-    assert errors["slowdown_left_out"]["worst"] < 0.01
-    shares = found["attained_bandwidth_share"]
+    found = fit_contention(rows, DeviceModel(LLAMA, GPU, TRUTH))
+    for name in ("contention_loss", "prefill_contention_loss", "decode_contention_loss"):
+        assert found.coefficients[name] == pytest.approx(loss, abs=0.002), name
+    for label in ("splits", "prefill_sizes", "decode_sizes"):
+        assert found.errors[f"slowdown_left_out:{label}"]["worst"] < 0.01
+    shares = found.notes["attained_bandwidth_share"]
     assert set(shares) == {"1024", "4096"}
     assert set(shares["1024"]) == {"18", "36", "54"}
     measured = sorted(1 / r["slowdown"] for r in rows if r["kind"] == "corun" and r["lane"] == "decode"
@@ -283,11 +286,11 @@ def test_the_loss_comes_back_from_co_running_layers(loss: float) -> None:
 
 def test_contention_needs_rows_or_is_assumed() -> None:
     device = DeviceModel(LLAMA, GPU, TRUTH)
-    assert fit_sms.contention(made_table(), device) == ({}, {})
+    assert fit_contention(made_table(), device) == Contention()
     shared = [{**r, "split_prefill_sms": None, "split_decode_sms": None} for r in corun_rows(device)]
-    assert fit_sms.contention(shared, device) == ({}, {})  # unpartitioned rows tell how SMs are shared, not the loss
+    assert fit_contention(shared, device) == Contention()  # unpartitioned rows tell how SMs are shared, not the loss
     with pytest.raises(ProfileError, match="contention: 2 co-run rows with a slow-down, at least 4"):
-        fit_sms.contention(finalise(corun_rows(device)[:4]), device)
+        fit_contention(finalise(corun_rows(device)[:4]), device)
 
 
 # ------------------------------------------------------------------------------------------ shipped, command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import model_label
 from bullet.cli.common import out_folder
-from bullet.errors import ConfigError
+from bullet.errors import ConfigError, ProfileError
 from bullet.files import Claim
+from bullet.profiles.agreement import compare_rows, pooled
 from bullet.profiles.fit import fit_table
 from bullet.profiles.importers import import_samples
 from bullet.profiles.importers.folder import import_folder
+from bullet.profiles.rows import Row
 from bullet.profiles.show import listing, shipped_lines, table_lines
 from bullet.profiles.sweeps import DEFAULT_GPU, DEFAULT_MODEL, model_of, named_table
 
@@ -40,6 +42,7 @@ examples:
   bullet-profile fit --gpu h100                             fit the shipped table again, print the errors
   bullet-profile fit runs/gpu --out mine                    a sweep of your own: mine/fit.json, mine/SOURCE.md; then
                                                             bullet-sim run --gpu h200 --device-model mine
+  bullet-profile fit runs/gpu runs/again --out mine         two sweeps of one card: refused where they do not agree
   bullet-profile fit --gpu a100-80gb --fit-on "gemm=sglang 0.5.10"
 """
 SHOW_EXAMPLES = """\
@@ -65,8 +68,9 @@ def add_commands(commands: Any) -> None:
     get.set_defaults(handler=import_)
     fitter = commands.add_parser("fit", help="samples to a device: coefficients, and errors on what was left out",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=FIT_EXAMPLES)
-    fitter.add_argument("samples", type=Path, nargs="?", help="a sweep's folder, or a samples.parquet (default: the shipped one "
-                        "of --gpu)")
+    fitter.add_argument("samples", type=Path, nargs="*", help="a sweep's folder, or a samples.parquet (default: the shipped one "
+                        "of --gpu); two sweeps of one card are fitted together if they agree (bullet-profile compare), else "
+                        "refused")
     fitter.add_argument("--gpu", help=f"whose shipped table (default {DEFAULT_GPU}); of a table of one's own, its card: a name "
                         "or CARD.toml")
     fitter.add_argument("--model", help="whose rows (default: the one that the sweep has; llama-3.1-8b)")
@@ -120,8 +124,13 @@ def import_(args: argparse.Namespace) -> int:
 
 def fit_(args: argparse.Namespace) -> int:
     """Fit, print the errors, write if asked."""
-    path, table = named_table(args.samples, args.gpu, args.model)
+    if len(args.samples) > 2:
+        raise ConfigError(f"fit: {len(args.samples)} tables: give one, or two sweeps of one card")
+    path, table = named_table(next(iter(args.samples), None), args.gpu, args.model)
     model, rows = model_of(table, args.model, str(path))
+    agreed = None
+    if len(args.samples) == 2:
+        rows, agreed = agreeing(path, rows, *named_table(args.samples[1], args.gpu, args.model), args.model)
     asked = {}
     for text in args.fit_on:
         family, equals, asked[family] = text.partition("=")
@@ -129,12 +138,23 @@ def fit_(args: argparse.Namespace) -> int:
             raise ConfigError(f"--fit-on {text}: must read FAMILY=VERSION, as in gemm=sglang 0.5.10")
     with nullcontext() if args.out is None else Claim(args.out, shared=True):  # before a fit of some seconds, not after
         fitted = fit_table(rows, model, sm_data=args.sm_data, asked=asked, borrow=args.borrow, implementation=args.implementation,
-                           card=None if args.gpu is None else get_gpu(args.gpu))
+                           card=None if args.gpu is None else get_gpu(args.gpu), agreed=agreed)
         written = None if args.out is None else fitted.write(args.out, args.replace)
     say(fitted.lines())
     if written is not None:
         say([f"wrote {written} and SOURCE.md"])
     return 0
+
+
+def agreeing(path: Path, rows: Sequence[Row], second: Path, table: Sequence[Row], asked: str | None
+             ) -> tuple[list[Row], list[str]]:
+    """Both sweeps' rows, and what was compared; :class:`ProfileError` where they do not agree: no profile comes of them."""
+    others = model_of(table, asked, str(second))[1]
+    found = compare_rows(rows, others, str(path), str(second))
+    if not found.agree:
+        raise ProfileError(f"{path}, {second}: no profile is made of them: {found.verdict}")
+    say([*found.lines, found.verdict])
+    return pooled(rows, others), found.lines
 
 
 def show_(args: argparse.Namespace) -> int:

@@ -127,9 +127,11 @@ def measure(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     target = _target(args)
     if args.command == "compare":
-        common, difference = summary.compare(args.first, args.second)
-        say(f"{common} measurements in common; median difference {100 * difference:.1f} % (within 5 % wanted)")
-        return 0 if difference <= 0.05 else 1
+        from bullet.profiles.agreement import compare
+
+        found = compare(args.first, args.second)
+        say("\n".join([*found.lines, found.verdict]))
+        return 0 if found.agree else 1
     if args.command == "table":
         summary.table(args.out, say=say)
         return 0

@@ -29,7 +29,9 @@ LIMITS: Mapping[str, tuple[float, float, str]] = {
     "rate_cap": (1.0, 10.0, "times the rate with all SMs busy"),
     "rate_slope": (0.0, 10.0, "a rate's gain with no SM busy"),
     "bandwidth_sharpness": (0.1, 100.0, "an exponent: beyond it a step"),
-    "contention_loss": (0.0, 1.0, "a share"),
+    **dict.fromkeys(("contention_loss", "prefill_contention_loss", "decode_contention_loss", "prefill_l2_loss",
+                     "decode_l2_loss"), (0.0, 1.0, "a share")),
+    "shared_prefill_share": (0.001, 0.999, "of the shared SMs' time"),
     "prefill_attention_extra_keys": (0.0, 10_000.0, "keys a query row"),
     "_s": (0.0, LONGEST_OVERHEAD_S, "seconds"),
     "": (LEAST_SHARE, 1.0, "a share of the data sheet's peak, or of the SMs")}
@@ -47,7 +49,12 @@ class DeviceCoefficients:
     sequence however short its context, in seconds of the whole device: its compute term. ``rate_slope``, ``rate_cap``:
     per-SM rate is ``min(cap, 1 + slope (1 - busy / N))`` of that with all SMs busy. ``bandwidth_knee``,
     ``bandwidth_sharpness``: ``((p / N / knee)^-k + 1)^(-1/k)``, normalised to 1 at N. ``all_reduce_overhead_s``: each of
-    the two a layer, tensor parallel only. ``contention_loss`` and ``host_gap_s`` (per step) are *assumed*.
+    the two a layer, tensor parallel only. ``host_gap_s`` (per step) is *assumed*.
+
+    What co-running costs is *assumed* (``contention_loss``, both lanes alike) where no co-run row was fitted. A sweep's fit has
+    it by lane: ``prefill_contention_loss`` is what decode's share of the bandwidth costs prefill, ``decode_contention_loss`` the
+    reverse; ``*_l2_loss`` what the co-runner's GEMMs cost a lane beside that, their operands passing through L2: of the share of
+    all SM time that they fill. ``shared_prefill_share``: of SMs that no split divides. None: ``contention_loss``, 0, 0.5.
     """
 
     source: str
@@ -71,6 +78,11 @@ class DeviceCoefficients:
     host_gap_s: float = 0.0
     link_efficiency: float = 1.0
     all_reduce_overhead_s: float = 0.0
+    prefill_contention_loss: float | None = None
+    decode_contention_loss: float | None = None
+    prefill_l2_loss: float | None = None
+    decode_l2_loss: float | None = None
+    shared_prefill_share: float | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -81,12 +93,21 @@ class DeviceCoefficients:
     @property
     def digest(self) -> str:
         """Of the numbers alone: a fit keeps its own in its notes, so that one that was changed since is known."""
-        numbers = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("source", "notes")}
+        numbers = {k: v for k, v in self._told().items() if k not in ("source", "notes")}
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """Stable text: the same coefficients give the same bytes."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+        return json.dumps(self._told(), indent=1, sort_keys=True) + "\n"
+
+    def _told(self) -> dict[str, Any]:
+        """What was fitted or assumed: a coefficient that no row told is not in the file, as in those of older fits."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+    @property
+    def intervals(self) -> Mapping[str, tuple[float, float]]:
+        """Coefficient -> its 99 % interval, of those that a fit states one for."""
+        return {name: (float(low), float(high)) for name, (low, high) in self.notes.get("intervals", {}).items()}
 
     @classmethod
     def from_json(cls, path: Path) -> DeviceCoefficients:
@@ -110,6 +131,10 @@ class DeviceCoefficients:
                                          if name == end or (end in ("_s", "") and name.endswith(end)))
                 need(least <= value <= most, name, value, f"{least:g} to {most:g} ({what})"
                      f"{'; are these seconds?' if what == 'seconds' else ''}")
+        for name, (low, high) in fit.intervals.items():
+            value = getattr(fit, name, None)
+            need(low <= high and (value is None or low <= value <= high), f"notes.intervals.{name}", [low, high],
+                 "[low, high] around the coefficient")
         return fit
 
 
@@ -139,6 +164,7 @@ class _Notes:
     fitted_on: dict[str, str] = field(default_factory=dict)
     errors: dict[str, _Error] = field(default_factory=dict)
     waves: _Waves = field(default_factory=_Waves)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     gpu: str = ""
     model: str = ""
     origin: str = ""

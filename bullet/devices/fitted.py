@@ -7,7 +7,7 @@ only. ``rate(busy)`` is the per-SM speed against all busy SMs of the chip: with 
 clocks are higher. ``bandwidth(p)`` saturates softly. ``s >= 1`` is what contention for memory costs:
 
     u = a lane's solo bytes / solo seconds;   g = its max-min share of the device's bandwidth, g <= u
-    s = u / (g (1 - loss * g_other / D_peak))
+    s = u / (g (1 - loss * g_other / D_peak - l2_loss * a_other)),   a = SM time that a lane's GEMMs fill, of all SMs'
 
 computed once per change of co-runner from solo values. Coefficients come from a fit (profiles/<gpu>/<model>/fit.json)
 or from the data sheet, and say which; see docs/model.md.
@@ -52,7 +52,7 @@ class DeviceModel(Device):
     """A device of fitted coefficients. ``cache=False`` recomputes everything; results are the same to the last bit (a test)."""
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCoefficients, *, tensor_parallel: int = 1,
-                 contention_scale: float = 1.0, shared_prefill_share: float = 0.5, cache: bool = True) -> None:
+                 contention_scale: float = 1.0, shared_prefill_share: float | None = None, cache: bool = True) -> None:
         if tensor_parallel > 1 and (model.num_heads % tensor_parallel or model.intermediate_size % tensor_parallel):
             raise ConfigError(f"device.tensor_parallel = {tensor_parallel}: must divide {model.name}'s "
                               f"{model.num_heads} heads and {model.intermediate_size} intermediate size")
@@ -62,12 +62,18 @@ class DeviceModel(Device):
         super().__init__(model, gpu, tensor_parallel)
         self.coefficients = c = coefficients
         n = self.num_sms
-        self.shared_prefill_share = shared_prefill_share
-        self.loss = c.contention_loss * contention_scale
+        told = c.shared_prefill_share if shared_prefill_share is None else shared_prefill_share
+        self.shared_prefill_share = 0.5 if told is None else told
+        losses = (c.contention_loss if loss is None else loss for loss in (c.prefill_contention_loss, c.decode_contention_loss))
+        #: Of prefill and of decode: what the other's share of the bandwidth costs it, and what the other's GEMMs do.
+        self.losses = tuple(loss * contention_scale for loss in losses)
+        self.l2_losses = tuple((loss or 0.0) * contention_scale for loss in (c.prefill_l2_loss, c.decode_l2_loss))
+        self._by_gemms = self.l2_losses != (0.0, 0.0)
         self.cache = cache
         #: Seconds of one operation on one SM with every SM busy, at efficiency 1.
         self._op_s = n / gpu.peak_flops
         self._peak_bytes_per_s = gpu.mem_bytes_per_s * c.peak_bandwidth
+        self._prefill_byte_loss, self._decode_byte_loss = (loss / self._peak_bytes_per_s for loss in self.losses)
         busy = np.arange(n + 1)
         rate = np.minimum(c.rate_cap, 1 + c.rate_slope * (1 - busy / n))
         self._rate: list[float] = rate.tolist()
@@ -419,15 +425,20 @@ class DeviceModel(Device):
             p_inverse, d_inverse = self._inverse_bandwidth[p], self._inverse_bandwidth[d]
             p_solo = prefill.solo_s if prefill.solo_sms == p else self.solo_seconds(prefill, p)
             d_solo = decode.solo_s if decode.solo_sms == d else self.solo_seconds(decode, d)
-        p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo)
+        if self._by_gemms:
+            p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo, prefill.gemm_sm_s() / (n * p_solo),
+                                             decode.gemm_sm_s() / (n * d_solo))
+        else:
+            p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo)
         both = (self._corun_seconds(prefill, p, p_rate, p_inverse * p_slow),
                 self._corun_seconds(decode, d, d_rate, d_inverse * d_slow))
         if self.cache:
             self._last_corun = (decode, prefill, d, p, both)
         return both
 
-    def _slowdowns(self, use_a: float, use_b: float) -> tuple[float, float]:
-        """``s`` of two lanes that would alone draw ``use_a`` and ``use_b`` bytes/s."""
+    def _slowdowns(self, use_a: float, use_b: float, gemms_a: float = 0.0, gemms_b: float = 0.0) -> tuple[float, float]:
+        """``s`` of prefill and decode that would alone draw ``use_a`` and ``use_b`` bytes/s and whose GEMMs fill such shares of
+        all SM time."""
         peak = self._peak_bytes_per_s
         if use_a + use_b <= peak:
             grant_a, grant_b = use_a, use_b
@@ -437,8 +448,8 @@ class DeviceModel(Device):
             grant_a, grant_b = peak - use_b, use_b
         else:
             grant_a = grant_b = peak / 2
-        loss = self.loss / peak
-        left_a, left_b = 1 - loss * grant_b, 1 - loss * grant_a
+        left_a = 1 - self._prefill_byte_loss * grant_b - self.l2_losses[0] * gemms_b
+        left_b = 1 - self._decode_byte_loss * grant_a - self.l2_losses[1] * gemms_a
         slow_a = use_a / (grant_a * (left_a if left_a > 0.05 else 0.05)) if use_a else 1.0
         slow_b = use_b / (grant_b * (left_b if left_b > 0.05 else 0.05)) if use_b else 1.0
         return slow_a, slow_b
@@ -461,7 +472,9 @@ class DeviceModel(Device):
                          np.where(use <= half, use, np.where(other_use <= half, peak - other_use, half)))
         other_grant = np.where(use + other_use <= peak, other_use,
                                np.where(other_use <= half, other_use, np.where(use <= half, peak - use, half)))
-        slow = use / (grant * np.maximum(0.05, 1 - self.loss / peak * other_grant))
+        side = 0 if is_prefill else 1
+        left = 1 - self.losses[side] / peak * other_grant - self.l2_losses[side] * (other.gemm_sm_s() / (n * other_solo))
+        slow = use / (grant * np.maximum(0.05, left))
         together = step_seconds_all(work, own[:-1], rates[n], inverses[own[:-1]] * slow)
         return np.append(together, solo[-1])
 

@@ -36,6 +36,10 @@ class Row:
         self.solo_s: dict[int, float] = {}
         self.curves: dict[tuple[int, float], Curve] = {}
 
+    def gemm_sm_s(self) -> float:
+        """SM seconds that its GEMMs' blocks fill."""
+        return sum(block_s * blocks for block_s, blocks, _ in self.gemms)
+
     def seconds(self, sms: int, rate: float, inverse: float) -> float:
         """Seconds; ``inverse``: 1 / share of bandwidth, contention included."""
         seconds = self.fixed_s + self.row_s * inverse
@@ -82,6 +86,10 @@ class FittedWork:
         # The last answer of solo_seconds, if answers are kept: a step is timed against several co-runners on the same SMs.
         self.solo_sms = 0
         self.solo_s = 0.0
+
+    def gemm_sm_s(self) -> float:
+        """SM seconds that the step's GEMMs fill."""
+        return self.layers * self.dense.gemm_sm_s() + (self.head.gemm_sm_s() if self.head is not None else 0.0)
 
 
 def step_seconds_all(work: FittedWork, sms: NDArray[np.int64], rate: Any, inverse: Any) -> NDArray[np.float64]:

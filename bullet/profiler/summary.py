@@ -16,7 +16,7 @@ from bullet.profiler.progress import Progress, tier_line
 from bullet.profiler.shapes import ENGINE_LAYERS, TORCH_LAYERS
 from bullet.profiler.sweep import SweepResult
 from bullet.profiles.journal import read_journal
-from bullet.profiles.rows import ENGINE_OPS, agreement, finalise, write_parquet
+from bullet.profiles.rows import ENGINE_OPS, finalise, write_parquet
 
 Row = Mapping[str, Any]
 MAX_CHARS = 11_500
@@ -263,14 +263,3 @@ def table(out: Path, *, say: Callable[[str], None]) -> None:
                  drift_line(rows)], tables(rows))
     write_lines(out / "summary.txt", lines)
     say("\n".join(lines))
-
-
-def compare(first: Path, second: Path) -> tuple[int, float]:
-    """Measurements that two sweeps of one device have in common, and the median of their relative differences."""
-    (a, rows), (b, others) = (read_journal(folder / "samples.jsonl" if folder.is_dir() else folder)[:2]
-                              for folder in (first, second))
-    for name in ("gpu", "source"):
-        if a.get(name) != b.get(name):
-            raise ProfileError(f"{first} is of {name} {a.get(name)!r}, {second} of {b.get(name)!r}: "
-                               "only tables of one device are compared")
-    return agreement(rows, others)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec, model_label
 from bullet.devices import PROFILES, profile_folder
@@ -24,10 +26,13 @@ from bullet.devices.measured import StepProfile
 from bullet.errors import ConfigError, ProfileError
 from bullet.files import make_folder, write_text
 from bullet.profiles import step_times
+from bullet.profiles.contention import Contention, fit_contention
+from bullet.profiles.forms import FitError
 from bullet.profiles.kernels import Fit, coefficients_of, fit_profile, with_notes, with_shapes
+from bullet.profiles.layer_axis import axis_of_layers
 from bullet.profiles.rows import Row
 from bullet.profiles.show import error_lines
-from bullet.profiles.sm_axis import AXIS, FLAT, axis_of_kernels, axis_of_steps, contention, greenctx, sweeps_of
+from bullet.profiles.sm_axis import AXIS, FLAT, KernelsOnSms, axis_of_kernels, axis_of_steps, greenctx, sweeps_of
 from bullet.profiles.source_page import WHOSE, source_page, write_page
 from bullet.profiles.sweeps import layer_errors, of_implementation, torchs_on_sms
 
@@ -54,6 +59,10 @@ class Fitted:
         lines = error_lines(notes["errors"])
         if "implementation" in notes:
             lines.insert(0, f"{notes['gpu']}, {notes['model']}: fitted on the rows of {WHOSE[notes['implementation']]}")
+        for name, (low, high) in device.intervals.items():
+            lines.append(f"{name:<28}{getattr(device, name):>9.4g}  99 % interval {low:.4g} to {high:.4g}")
+        if device.intervals and "agreement_of_two_sweeps" not in notes:
+            lines.append("one sweep: none other was compared with it (bullet-profile fit FIRST SECOND)")
         for line in notes["assumed"]:
             if any(words in line for words in NOT_OF_THESE_ROWS):
                 lines.append(f"not of these rows: {line}")
@@ -74,11 +83,15 @@ class Fitted:
 
 
 def fit_table(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None, asked: Mapping[str, str] | None = None,
-              borrow: Sequence[str] = (), implementation: str | None = None, card: GpuSpec | None = None) -> Fitted:
-    """One model's rows as a device. Of a CPU, the engine's steps as measured; else :func:`fit_samples`, which has the options."""
+              borrow: Sequence[str] = (), implementation: str | None = None, card: GpuSpec | None = None,
+              agreed: Sequence[str] | None = None) -> Fitted:
+    """One model's rows as a device. Of a CPU, the engine's steps as measured; else :func:`fit_samples`, which has the options.
+    ``agreed``: of two sweeps' rows, what of both was compared (:mod:`bullet.profiles.agreement`); kept in the notes."""
     if not step_times.is_cpu(rows):
-        return Fitted(fit_samples(rows, model, sm_data=sm_data, asked=asked, borrow=borrow, implementation=implementation,
-                                  card=card), rows, model, card)
+        device = fit_samples(rows, model, sm_data=sm_data, asked=asked, borrow=borrow, implementation=implementation, card=card)
+        if agreed is not None:
+            device = dataclasses.replace(device, notes={**device.notes, "agreement_of_two_sweeps": list(agreed)})
+        return Fitted(device, rows, model, card)
     for flag, given in (("--implementation torch", implementation == "torch"), ("--fit-on", asked), ("--borrow", borrow),
                         ("--sm-data", sm_data)):
         if given:
@@ -102,19 +115,13 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     if busy := sum(r["busy"] is True for r in chosen.rows):
         out.assumed.append(f"{busy} of {len(chosen.rows)} rows were measured beside other processes (--allow-busy), taken as "
                            "they are")
-    axis = _sm_axis(out, rows, chosen.rows, sm_data, borrowed)
-    found, errors = contention(chosen.rows, DeviceModel(model, out.gpu, coefficients_of(out, axis)))
-    out.errors |= errors
+    axis, spans = _sm_axis(out, rows, chosen.rows, sm_data, borrowed)
+    found = fit_contention(chosen.rows, DeviceModel(model, out.gpu, coefficients_of(out, axis)))
+    out.errors |= found.errors
     extra: dict[str, Any] = {}
-    if not out.sources and not found:
+    if not out.sources and not found.coefficients:
         raise ProfileError("the table has no rows to fit: kernels alone on the whole device, or layers beside each other")
-    if found:
-        axis["contention_loss"] = found["contention_loss"]
-        out.parameters["contention"] = 1
-        out.sources["contention"] = "the table's own co-run rows"
-        extra["attained_bandwidth_share"] = found["attained_bandwidth_share"]
-    else:
-        out.assumed.append("contention_loss 0.2")
+    _with_contention(out, found, axis, spans, extra)
     out.assumed += ["host_gap_s 0", "every family follows one curve of bandwidth against SMs",
                     "norm with fused residual lasts as long as the norm that was measured",
                     "the sampler costs nothing: the device has no term for it"]
@@ -129,17 +136,45 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     return dataclasses.replace(noted, notes={**noted.notes, **extra, **whose})
 
 
+Spans = dict[str, tuple[float, float]]
+"""Coefficient -> its 99 % interval."""
+
+
+def _with_contention(out: Fit, found: Contention, axis: dict[str, float], spans: Spans, extra: dict[str, Any]) -> None:
+    """Losses, the share of shared SMs and all intervals, to where ``fit.json`` has them."""
+    if found.coefficients:
+        axis |= found.coefficients
+        out.parameters["contention"] = max(1, len(found.coefficients) - 1)  # one loss for both is not one more
+        out.sources["contention"] = "the table's own co-run rows"
+        extra |= found.notes
+        out.assumed += found.assumed
+    else:
+        out.assumed.append("contention_loss 0.2")
+    if spans or found.intervals:
+        extra["intervals"] = {name: list(span) for name, span in (spans | found.intervals).items()}
+
+
 def _sm_axis(out: Fit, table: Sequence[Row], rows: Sequence[Row], sm_data: Path | None,
-             borrowed: DeviceCoefficients) -> dict[str, float]:
-    """Rate and bandwidth against SMs: the table's own, else published sweeps, else what the shipped fit holds, else A100's."""
+             borrowed: DeviceCoefficients) -> tuple[dict[str, Any], Spans]:
+    """Rate and bandwidth against SMs: the table's own layers, else its kernels, else published sweeps, else what the shipped fit
+    holds, else A100's."""
     gpu, model, alone = out.gpu, out.model, coefficients_of(out, FLAT)
     shipped = profile_folder(gpu, model) / "fit.json"
-    own, swept_on = sweeps_of(with_shapes(rows, model)), DeviceModel(model, gpu, alone)
-    if any(own.values()) and not own["decode_attention"]:
+    own, swept_on, spans = sweeps_of(with_shapes(rows, model)), DeviceModel(model, gpu, alone), Spans()
+    layers = axis_of_layers(rows, swept_on)
+    if layers is None and any(own.values()) and not own["decode_attention"]:
         own, swept_on, said = torchs_on_sms(table, own, out, FLAT)
         out.assumed += said
     source: str | None
-    if any(own.values()):
+    if layers is not None:
+        (axis, spans, errors), source = layers, "the table's own layers"
+        if any(own.values()):
+            kernels = KernelsOnSms(own, swept_on)
+            stretch = kernels.stretch(np.array([*axis.values(), 0.0]))
+            errors |= {f"sm_axis_of_kernels_unfitted:{op}": FitError.of(stretch[kernels.op == op],
+                                                                        kernels.measured[kernels.op == op]).as_dict()
+                       for op in dict.fromkeys(kernels.op.tolist())}
+    elif any(own.values()):
         (axis, errors), source = axis_of_kernels(own, swept_on), "the table's own rows"
     elif sm_data is not None and gpu.name == "a100-80gb":
         (axis, errors), source = axis_of_steps(sm_data, gpu, alone), "muxserve"
@@ -155,7 +190,7 @@ def _sm_axis(out: Fit, table: Sequence[Row], rows: Sequence[Row], sm_data: Path 
         out.sources["sm_axis"] = source
         out.parameters |= {"bandwidth_against_sms": 2, "rate_against_sms": 2}
     out.errors |= dict(sorted(errors.items()))  # in one order, wherever they come from
-    return axis
+    return axis, spans
 
 
 def waves_by_evidence(errors: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Rate and bandwidth against SMs, and contention: what the whole device cannot show.
+"""Rate and bandwidth against SMs by single kernels or published steps: what the whole device cannot show.
 
-The SM axis comes from a table's own rows on fewer SMs (a sweep), else from published sweeps that state no licence: those
-are read in place (``--sm-data DIR``), and nothing but coefficients and errors leaves this module.
+The SM axis comes from a sweep's whole layers (:mod:`bullet.profiles.layer_axis`), else from a table's own kernels on fewer SMs,
+else from published sweeps that state no licence: those are read in place (``--sm-data DIR``), and nothing but coefficients and
+errors leaves this module.
 
 * MuxServe (A100, MPS shares, whole steps of llama-7b and 13b): the curves are fitted on 7b and checked on 13b.
 * greenctx (H100, green contexts, single kernels): fitted on every other shape, checked on the rest.
@@ -10,8 +11,6 @@ are read in place (``--sm-data DIR``), and nothing but coefficients and errors l
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,80 +255,3 @@ def axis_of_kernels(sweeps: Mapping[str, Sweep], device: DeviceModel) -> tuple[d
                 errors[f"{label}:{op}"] = FitError.of(off[keep], unseen.measured[keep]).as_dict()
     found = KernelsOnSms(sweeps, device).fit()
     return {name: round(float(x), 6) for name, x in zip(AXIS, found, strict=False)}, errors
-
-
-# --------------------------------------------------------------------------------------------- contention
-
-
-def contention(rows: Sequence[Row], device: DeviceModel) -> tuple[dict[str, Any], Errors]:
-    """``loss`` and D_{p,sl} from co-run rows of whole layers with an idle-lane row each; empty where there are none.
-
-    ``loss`` is what brings the device's slow-downs (s, see :mod:`bullet.devices.fitted`) nearest to the measured ones. D_{p,sl}
-    is given as the share of its own bandwidth that decode attains beside an sl-token prefill, over rows that bytes bind.
-    """
-    pairs = []
-    for row in rows:
-        # Without a split both share all SMs, and how they do is another question than what memory costs.
-        if row["kind"] == "corun" and row["slowdown"] and row["drift_ok"] is not False and row["split_prefill_sms"] and (
-                row["partition"] != "unproven" and {row["op"], row["corunner"]} == {"prefill_layer", "decode_layer"}):
-            pairs.append(row)
-    if not pairs:
-        return {}, {}
-    if len(pairs) < 4:
-        raise ProfileError(f"contention: {len(pairs)} co-run rows with a slow-down, at least 4 are needed to fit the loss")
-    measured = np.array([row["slowdown"] for row in pairs])
-    steps = [(layer_work(device, row, ""), layer_work(device, row, "corunner_")) for row in pairs]
-
-    def slowdowns(loss: float) -> Array:
-        device.loss = loss
-        out = []
-        for row, (own, other) in zip(pairs, steps, strict=True):
-            if row["op"] == "decode_layer":
-                together = device.corun_seconds(other, row["corunner_sms"], own, row["sms"])[1]
-            else:
-                together = device.corun_seconds(own, row["sms"], other, row["corunner_sms"])[0]
-            out.append(together / device.solo_seconds(own, row["sms"]))
-        return np.array(out)
-
-    before = device.loss
-    try:
-        odd = np.arange(len(pairs)) % 2 == 1
-        trial = _least_loss(lambda loss: float(np.mean(np.abs(np.log(slowdowns(loss) / measured))[~odd])))
-        errors = {"slowdown_left_out": FitError.of(slowdowns(trial)[odd], measured[odd]).as_dict()}
-        loss = _least_loss(lambda loss: float(np.mean(np.abs(np.log(slowdowns(loss) / measured)))))
-    finally:
-        device.loss = before
-    attained: dict[tuple[int, int], list[float]] = {}
-    for row in pairs:
-        if row["op"] == "decode_layer" and row["batch"] <= 64:
-            attained.setdefault((row["corunner_tokens"], row["sms"]), []).append(1 / row["slowdown"])
-    shares: dict[str, dict[str, float]] = {}
-    for (tokens, sms), values in sorted(attained.items()):
-        shares.setdefault(str(tokens), {})[str(sms)] = round(statistics.median(values), 4)
-    return {"contention_loss": round(loss, 4), "attained_bandwidth_share": shares}, errors
-
-
-def layer_work(device: DeviceModel, row: Row, prefix: str) -> Any:
-    """A row's whole layer, or its co-runner's (``corunner_``), as the device's work."""
-    op = row["corunner"] if prefix else row["op"]
-    tokens, batch, context = (row[f"{prefix}{name}"] for name in ("tokens", "batch", "context_tokens"))
-    if op == "decode_layer":
-        return device.hybrid_work((), batch, batch * context, logits_seqs=0, layers=1)
-    return device.prefill_work([(tokens // batch, context)] * batch, 1, logits_seqs=0)
-
-
-def _least_loss(cost: Any) -> float:
-    """Golden section on [0, 1]: bounded, without derivatives, the same each time."""
-    low, high, ratio = 0.0, 1.0, (math.sqrt(5) - 1) / 2
-    a, b = high - ratio * (high - low), low + ratio * (high - low)
-    cost_a, cost_b = cost(a), cost(b)
-    for _ in range(24):
-        if cost_a <= cost_b:
-            high, b, cost_b = b, a, cost_a
-            a = high - ratio * (high - low)
-            cost_a = cost(a)
-        else:
-            low, a, cost_a = a, b, cost_b
-            b = low + ratio * (high - low)
-            cost_b = cost(b)
-    return (low + high) / 2

@@ -22,10 +22,11 @@ from bullet.errors import ProfileError
 from bullet.files import safe_name
 from bullet.profiles import kernels
 from bullet.profiles.check import gpu_of
+from bullet.profiles.contention import layer_work
 from bullet.profiles.forms import FitError
 from bullet.profiles.journal import read_journal
 from bullet.profiles.rows import ENGINE_OPS, Row, finalise, read_parquet
-from bullet.profiles.sm_axis import layer_work, on_unknown_sms, sweeps_of
+from bullet.profiles.sm_axis import on_unknown_sms, sweeps_of
 
 DEFAULT_GPU, DEFAULT_MODEL = "a100-80gb", "llama-3.1-8b"
 """Whose shipped table is meant where nothing else is said."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bullet.results import tables
-from bullet.sweeps.intervals import CONFIDENCE, Estimate, interval, paired
+from bullet.results.student import CONFIDENCE
+from bullet.sweeps.intervals import Estimate, interval, paired
 
 Summaries = Sequence[Sequence[Mapping[str, Any]]]
 """A list a seed, of one summary a system, in the same order."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bullet.results import metrics
 from bullet.results.columns import RequestTable
-from bullet.sweeps.intervals import student_t
+from bullet.results.student import student_t
 
 Array = NDArray[np.float64]
 WARM_UP, DRAIN = 0.2, 0.1

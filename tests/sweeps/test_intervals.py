@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from bullet.sweeps.intervals import Estimate, interval, paired, student_t
+from bullet.results.student import student_t
+from bullet.sweeps.intervals import Estimate, interval, paired
 
 
 def test_t_of_one_and_two_degrees_has_closed_forms() -> None:
