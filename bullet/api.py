@@ -350,8 +350,11 @@ def prepare(configs: Sequence[RunConfig],
     if len(configs) > 1:
         configs = share_options(configs, lambda config: run_simulation(config, workload=nothing, device=device))
     if say is not None:
+        from bullet.sweeps.bound import load_share
+
         shares = any(shares_blocks(config, workload, device) for config in configs)
-        say("\n".join(run_lines(workload, configs[0].workload, shares_prefixes=shares)) + "\n")
+        say("\n".join(run_lines(workload, configs[0].workload, shares_prefixes=shares,
+                                load=load_share(configs[0], workload, device))) + "\n")
     return list(configs), workload, device
 
 

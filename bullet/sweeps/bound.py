@@ -38,6 +38,10 @@ MOST_REQUESTS = 2000
 """Of the workload, the first ones: lengths are drawn independently."""
 
 
+LOAD_REQUESTS = 100
+"""Enough to tell a tenth of the capacity from half of it."""
+
+
 class State(NamedTuple):
     """Requests per second whose prefill, and whose decode, are done on these SMs (0: the phase stands still)."""
 
@@ -178,3 +182,25 @@ def estimated_capacity(config: Config) -> float:
     kv_tokens = whole.device.kv_tokens or kv_capacity_tokens(model, gpu, whole.device)
     found, _, _ = states(load_device(whole.device), load_workload(few, whole.seed), None, kv_tokens)
     return best_mix(found).req_per_s
+
+
+def load_share(config: Config, workload: Workload, device: Device) -> float | None:
+    """Offered rate as a share of what the device serves one phase at a time, by ``LOAD_REQUESTS`` of the requests, evenly taken.
+
+    ``None`` where it is not known: a closed loop, a single moment, prompts that may share their beginnings, step times measured
+    or in tables, and where nothing fits.
+    """
+    from bullet.devices.fitted import DeviceModel
+
+    rate = None if workload.closed is not None else workload.describe().rate_req_per_s
+    if rate is None or workload.shared_prefix or not isinstance(device, DeviceModel):
+        return None
+    whole = configuration(config)
+    every = -(-len(workload) // LOAD_REQUESTS)
+    few = dataclasses.replace(workload, prompt_tokens=workload.prompt_tokens[::every],
+                              output_tokens=workload.output_tokens[::every])
+    try:
+        kv_tokens = whole.device.kv_tokens or kv_capacity_tokens(device.model, device.gpu, whole.device)
+        return rate / best_mix(states(device, few, None, kv_tokens)[0]).req_per_s
+    except ConfigError:  # the run itself will say so
+        return None

@@ -13,7 +13,7 @@ import bullet
 from bullet.errors import ConfigError
 from bullet.state import SplitTable
 from bullet.sweeps import bound as bounds
-from bullet.sweeps.bound import State, batches, best_mix, states
+from bullet.sweeps.bound import State, batches, best_mix, load_share, states
 from tests import worlds
 
 
@@ -97,3 +97,15 @@ def test_the_bound_of_a_shipped_trace_is_above_every_split_and_slicing() -> None
 def test_the_estimate_is_the_bound_of_one_phase_at_a_time() -> None:
     config = {"workload.trace": "sharegpt", "workload.num_requests": 200}
     assert bounds.estimated_capacity(config) == pytest.approx(bullet.bound(config).slicing.req_per_s)
+
+
+def test_offered_load_is_a_share_of_what_one_phase_at_a_time_serves() -> None:
+    """Equal requests: a prefill of 1,000 tokens, and 100 steps of a decode batch, each its share of the device's seconds."""
+    c = worlds.config("vllm-1024", device__kv_tokens=16 * 1051)
+    found = load_share(c, worlds.workload([(i / 2, 1000, 101) for i in range(101)]), worlds.A100)  # 101 in 50 s
+    seqs = int(16 * 1051 // (1050.5 + 8))
+    prefill_s = worlds.A100.solo_seconds(worlds.A100.prefill_work([(1000, 0)] * 8, 32, logits_seqs=8), 108) / 8
+    step_s = worlds.A100.solo_seconds(worlds.A100.decode_work(seqs, round(seqs * 1050.5)), 108)
+    assert found == pytest.approx(101 / 50 * (prefill_s + 100 * step_s / seqs), rel=0.02)  # the last batch is not full
+    assert load_share(c, worlds.workload([(0.0, 1000, 101)]), worlds.A100) is None
+    assert load_share(c, worlds.workload([(0.0, 10**6, 101), (1.0, 10**6, 101)]), worlds.A100) is None
