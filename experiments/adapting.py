@@ -107,28 +107,33 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=None)
+    parser.add_argument("--tpot-ms", default=",".join(f"{s * 1e3:g}" for s in LADDER_S), metavar="A,B,..", help="(%(default)s)")
+    parser.add_argument("--decode-sms", default=",".join(map(str, DECODE_SMS)), metavar="A,B,..", help="fixed splits (%(default)s)")
     parser.add_argument("--no-drift", action="store_true", help="leave the second panel out")
     parser.add_argument("--cache", type=Path, default=None)
     parser.add_argument("--out", type=Path, required=True, help="a fresh folder: adapting.txt, adapting.csv, adapting.png")
     args = parser.parse_args()
 
-    def run(name: str, keys: Mapping[str, Any], ladder: Sequence[float]) -> list[Cell]:
-        print(f"{name}: {len(ladder) * (1 + len(DECODE_SMS)) * args.seeds} runs", file=sys.stderr, flush=True)
+    ladder = [float(ms) * 1e-3 for ms in args.tpot_ms.split(",")]
+    splits = [int(sms) for sms in args.decode_sms.split(",")]
+
+    def run(name: str, keys: Mapping[str, Any]) -> list[Cell]:
+        print(f"{name}: {len(ladder) * (1 + len(splits)) * args.seeds} runs", file=sys.stderr, flush=True)
         return cells_of(name, sweep({**keys, "policy.name": args.policy, "workload.num_requests": args.requests},
-                                    {TPOT: list(ladder), FIXED: [0, *DECODE_SMS]}, seeds=args.seeds, cache=args.cache,
+                                    {TPOT: ladder, FIXED: [0, *splits]}, seeds=args.seeds, cache=args.cache,
                                     jobs=args.jobs, say=lambda line: print(line, file=sys.stderr)))
 
     with Claim(args.out) as claim:
         found: list[Cell] = []
         for name in args.workloads.split(","):
-            found += run(name, keys_of(name), LADDER_S)
+            found += run(name, keys_of(name))
         drift: list[tuple[float, Cell]] = []
         if not args.no_drift:
             for low, high in SWINGS:
                 rates: dict[str, Any] = {"workload.rate_profile": f"sine:{low:g}:{high:g}:360s"} if high > low else {
                     "workload.rate_req_per_s": low}
                 keys = {"workload.trace": "sharegpt", "workload.max_prompt_tokens": 8192, **rates}
-                drift += [((high - low) / 2, one) for one in run(f"sine {low:g}-{high:g}", keys, LADDER_S)]
+                drift += [((high - low) / 2, one) for one in run(f"sine {low:g}-{high:g}", keys)]
         title = (f"simulated, Llama-3.1-8B on A100-80GB: {args.policy} less the best fixed split, {args.requests} requests, "
                  f"{args.seeds} seeds, 95 % intervals")
         text = f"{title}\n\n{table(found)}\n" + (f"\n{table([one for _, one in drift])}\n" if drift else "")
