@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: gpu-validate gpu-plan demo test test-core test-torch test-triton39 lint gpu clean
+.PHONY: lockstep gpu-validate gpu-plan demo test test-core test-torch test-triton39 lint gpu clean
 
 # For the tests that need torch: a CPU build, in an environment of its own (1.9 GB). Where plain `torch` is a CUDA build of
 # several gigabytes, name an index of CPU builds as pip takes it: make test TORCH="torch==2.13.0 --index-url URL"
@@ -78,6 +78,11 @@ gpu-plan:
 gpu-validate:
 	timeout --foreground -s INT -k 20 $(BUDGET_S) $(GPU_PYTHON) -m bullet.cli.run validate --device cuda \
 	    --budget-s $(BUDGET_S) $(filter --allow-busy,$(GPU_ARGS)) --out $(OUT)-engine-$$(date +%Y%m%d-%H%M%S)
+
+# Our vllm-N and sglang-N beside the published schedulers, which pip downloads into .lockstep/ (ignored by git), step by step.
+LOCKSTEP_WORLDS ?= 1000
+lockstep: $(VENV)/.base
+	$(BIN)/python -m benchmarks.lockstep --worlds $(LOCKSTEP_WORLDS)
 
 clean:
 	rm -rf $(VENV) $(TORCH_VENV) .venv-triton39

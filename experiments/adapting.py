@@ -108,7 +108,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=None)
     parser.add_argument("--tpot-ms", default=",".join(f"{s * 1e3:g}" for s in LADDER_S), metavar="A,B,..", help="(%(default)s)")
-    parser.add_argument("--decode-sms", default=",".join(map(str, DECODE_SMS)), metavar="A,B,..", help="fixed splits (%(default)s)")
+    parser.add_argument("--decode-sms", default=",".join(map(str, DECODE_SMS)), metavar="A,B,..",
+                        help="fixed splits (%(default)s)")
     parser.add_argument("--no-drift", action="store_true", help="leave the second panel out")
     parser.add_argument("--cache", type=Path, default=None)
     parser.add_argument("--out", type=Path, required=True, help="a fresh folder: adapting.txt, adapting.csv, adapting.png")

@@ -192,31 +192,48 @@ class SglangWalk(Chunked):
     full = False  # a prompt found no room; forgotten when a decode step finds fewer requests than then
     full_with = 0
     prefilled = False  # whether the last step was a prefill batch: who ends with one is noticed at once
+    ended: tuple[Walk, ...] = ()  # since the last step of decodes alone
+    decoded: tuple[Walk, ...] = ()  # in that step
 
     def schedule(self) -> dict[int, int]:
         decodes = [r for r in self.running if self.decoding(r)]
         pending = [r for r in self.running if not self.decoding(r)]
-        if self.prefilled and len(decodes) < self.full_with:
+        # Who ended in a step of decodes alone counts as running until the next such step.
+        self.ended += tuple(r for r in self.decoded if len(r.tokens) == r.output)
+        self.decoded = ()
+        if self.prefilled and len(decodes) + len(self.ended) < self.full_with:
             self.full = False
         self.prefilled = False
         if not decodes:
-            self.full = False
             if not pending and self.rested():
-                self.ratio = 0.7
+                self.idle()
+            elif not self.ended:
+                self.full = False
         growth = sum(r.blocks(r.computed + 1) - self.held[r.id] for r in decodes)
         if self.mixed and growth > self.free():
             return self.retract(decodes)
-        if pending or (self.waiting and not self.full):
-            plan = self.chunks(decodes, growth if self.mixed else 0)
-            if plan:
-                self.prefilled = True
-                return plan | (self.decode(decodes) if self.mixed else {})
+        while True:
+            if pending or (self.waiting and not self.full):
+                plan = self.chunks(decodes, growth if self.mixed else 0)
+                if plan:
+                    self.prefilled = True
+                    if self.mixed:
+                        self.ended = ()
+                    return plan | (self.decode(decodes) if self.mixed else {})
+            if decodes or not self.ended:
+                break
+            self.idle()
         if growth > self.free():
             return self.retract(decodes)
-        if len(decodes) < self.full_with:
+        if self.ended:
+            self.ended = ()
             self.full = False
         self.ratio = max(self.ratio - (0.7 - 0.098) / 600, 0.098)
+        self.decoded = tuple(decodes)
         return self.decode(decodes)
+
+    def idle(self) -> None:
+        self.ratio, self.full, self.ended = 0.7, False, ()
 
     def rested(self) -> bool:
         """Nobody waited when the last step ended."""
@@ -230,9 +247,11 @@ class SglangWalk(Chunked):
     def chunks(self, decodes: list[Walk], growth: int) -> dict[int, int]:
         plan: dict[int, int] = {}
         self.full = False
-        left = self.budget - (len(decodes) if self.mixed else 0)
-        prefill_left = 16384 - (len(decodes) if self.mixed else 0)
-        aside = self.ratio * sum(max(512 - len(r.tokens), 0) for r in decodes)
+        there = len(decodes) + len(self.ended)
+        left = self.budget - (there if self.mixed else 0)
+        prefill_left = 16384 - (there if self.mixed else 0)
+        aside = self.ratio * sum(max(512 - len(r.tokens), 0) for r in (*decodes, *self.ended))
+        aside += len(self.ended) if self.mixed else 0
         for r in self.running:
             if not self.decoding(r):
                 new = min(r.known - r.computed, left)
@@ -244,9 +263,9 @@ class SglangWalk(Chunked):
                     aside += 512
         for r in list(self.waiting):
             room = self.free() - growth
-            if len(decodes) + len(plan) >= 2048 or r.blocks(r.known) > room:
+            if there + len(plan) >= 2048 or r.blocks(r.known) > room:
                 self.full = True
-            elif decodes or plan:
+            elif there or plan:
                 self.full = r.known + 512 >= room * self.page - aside
             if self.full or (plan and r.known >= prefill_left) or left <= 0:
                 break
@@ -261,9 +280,9 @@ class SglangWalk(Chunked):
                 break
             if left <= 0 or prefill_left <= 0:
                 break
-        if not decodes or (self.mixed and plan):
+        if not there or (self.mixed and plan):
             self.full = False
-        self.full_with = len(decodes) + len(plan)
+        self.full_with = there + len(plan)
         return plan
 
     def retract(self, decodes: list[Walk]) -> dict[int, int]:
@@ -278,8 +297,9 @@ class SglangWalk(Chunked):
             self.waiting.append(self.waiting.pop(0))
         generated = sum(len(r.tokens) for r in stay)
         self.ratio = min(1.0, (generated + 20 * len(stay)) / (512 * len(stay)))
-        self.full = False
-        return self.decode([r for r in decodes if r in stay])
+        self.full, self.ended = False, ()
+        self.decoded = tuple(r for r in decodes if r in stay)
+        return self.decode([*self.decoded])
 
 
 # ------------------------------------------------------------------------------------------- two lanes

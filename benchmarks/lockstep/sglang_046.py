@@ -176,6 +176,12 @@ class Theirs:
         request = self.modules["schedule_batch"].Req(str(number), "", [number] * row.prompt, params)
         self.scheduler.waiting_queue.append(request)
 
+    def idle(self) -> None:
+        """A pass of the loop with nobody there."""
+        scheduler = self.scheduler
+        assert scheduler.get_next_batch_to_run() is None
+        scheduler.new_token_ratio, scheduler.last_batch = scheduler.init_new_token_ratio, None
+
     def step(self) -> Outcome | None:
         scheduler = self.scheduler
         retracted: list[Any] = []
@@ -186,10 +192,11 @@ class Theirs:
 
         scheduler._extend_requests_to_queue = back
         batch = scheduler.get_next_batch_to_run()
+        if batch is None:  # the loop tries again at once
+            scheduler.new_token_ratio, scheduler.last_batch = scheduler.init_new_token_ratio, None
+            batch = scheduler.get_next_batch_to_run()
         found = None
-        if batch is None:
-            scheduler.new_token_ratio = scheduler.init_new_token_ratio
-        else:
+        if batch is not None:
             prompts = batch.forward_mode.is_extend()
             tokens = {int(r.rid): r.extend_input_len if prompts else 1 for r in batch.reqs}
             found = Outcome(tokens, frozenset(int(r.rid) for r in retracted), self.slots.available_size())

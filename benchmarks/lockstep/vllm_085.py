@@ -75,6 +75,9 @@ class Theirs:
         self.scheduler.add_request(self.modules["request"].Request(
             str(number), tokens_of(self.world, number), None, None, None, params, None, 0.0))
 
+    def idle(self) -> None:
+        pass
+
     def step(self) -> Outcome | None:
         scheduler = self.scheduler
         before = [request.request_id for request in scheduler.running]

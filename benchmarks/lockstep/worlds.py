@@ -15,7 +15,7 @@ from bullet.state.prefix import PagedState, PrefixKvCache
 from bullet.state.sharing import SharingKvCache
 
 BLOCK = 16
-MOST_STEPS = 4000
+MOST_STEPS = 20_000
 SPLITS = SplitTable.every(108)
 
 
@@ -52,11 +52,13 @@ class Engine(Protocol):
     """Somebody's scheduler in a world."""
 
     def arrive(self, number: int) -> None: ...
+    def idle(self) -> None: ...
     def step(self) -> Outcome | None: ...
 
 
-def draw(seed: int, *, tight: bool, caching: bool = False, least_budget: int = 0) -> World:
-    """Up to 14 requests of up to 400 tokens. ``tight``: the cache holds the largest and hardly more, else all at once."""
+def draw(seed: int, *, tight: bool, caching: bool = False, least_budget: int = 0, announced: int = 0) -> World:
+    """Up to 14 requests of up to 400 tokens. ``tight``: the cache holds the largest and hardly more, else all at once;
+    ``announced``: with so many tokens of output each, whatever they make."""
     rng = random.Random(seed)
     rows: list[Row] = []
     at = 0
@@ -69,7 +71,7 @@ def draw(seed: int, *, tight: bool, caching: bool = False, least_budget: int = 0
             if most:
                 row = row._replace(donor=donor, blocks=rng.randint(1, most))
         rows.append(row)
-    needs = [-(-(row.prompt + row.output) // BLOCK) for row in rows]
+    needs = [-(-(row.prompt + max(row.output, announced) + 1) // BLOCK) for row in rows]
     seqs = rng.randint(1, 12)
     blocks = max(needs) + rng.randint(0, max(needs)) if tight else sum(needs) + 50
     budget = max(seqs, least_budget) + rng.choice((0, rng.randint(0, 60), rng.randint(0, 600)))
@@ -105,11 +107,17 @@ class Ours:
             self.state = SystemState(SPLITS, kv, 32, whole)
         self.requests = [Request(i, 0.0, row.prompt, 1.0) for i, row in enumerate(world.rows)]
         self.made = [0] * len(world.rows)
-        self.clock = 0.0
+        self.clock, self.idled = 0.0, True
 
     def arrive(self, number: int) -> None:
-        self.requests[number].arrival_s = self.requests[number].queued_s = self.clock
-        self.state.arrive(self.requests[number])
+        # While the last step ran, unless nothing did: a step lasts half of its unit of time.
+        request = self.requests[number]
+        request.arrival_s = request.queued_s = self.clock if self.idled else self.clock - 0.75
+        self.state.arrive(request)
+
+    def idle(self) -> None:
+        self.clock += 1.0
+        self.idled = True
 
     def ended(self, request: Request) -> bool:
         self.made[request.id] += 1
@@ -118,6 +126,7 @@ class Ours:
     def step(self) -> Outcome | None:
         state, now = self.state, self.clock
         self.clock += 1.0
+        self.idled = False
         decision = self.policy.next_step(HYBRID, state, now)
         if isinstance(decision, Wait):
             return None
@@ -158,7 +167,9 @@ def compare(world: World, ours: Engine, theirs: Engine, same: Callable[[Outcome,
         if arrived == len(world.rows) and done == [row.output for row in world.rows]:
             return None
         if all(made == world.rows[i].output for i, made in enumerate(done) if i < arrived):
-            continue  # nobody is there
+            ours.idle()  # nobody is there
+            theirs.idle()
+            continue
         a, b = ours.step(), theirs.step()
         if a is None and b is None:
             return f"world {world.seed}, step {step}: neither does anything"

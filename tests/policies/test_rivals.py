@@ -188,6 +188,28 @@ def test_the_fewest_latest_decodes_make_room() -> None:
     assert isinstance(build("static-96").next_step(PREFILL, world([64], [16], blocks=5), 0.0), Wait)
 
 
+@pytest.mark.parametrize(("name", "budget"), [("sglang-100", 100), ("sglang-100-mixed", 98)])
+def test_sglang_counts_who_ended_until_the_next_step_of_decodes_alone(name: str, budget: int) -> None:
+    """Two decode, one ends with that step; a prompt of 300 arrives. Mixed, the engine still leaves two tokens of the chunk to the
+    decodes that it counts, though one is gone; then the mixed batch tidies up."""
+    s = world([], [30, 30])
+    policy = build(name)
+    step = policy.next_step("hybrid", s, 0.0)
+    assert step == HybridStep(108, (), True)
+    s.begin_hybrid(step, 0.0)
+    s.finish_hybrid(1.0)
+    s.end_hybrid_decode([s.decode.requests[100]])
+    s.arrive(Request(0, 0.5, 300, 1.0))
+    policy.observe(step, 1.0)
+    step = policy.next_step("hybrid", s, 1.0)
+    assert step.chunks == (Chunk(0, budget, 0),)
+    s.begin_hybrid(step, 1.0)
+    s.finish_hybrid(2.0)
+    s.end_hybrid_decode([])
+    policy.observe(step, 1.0)
+    assert policy.next_step("hybrid", s, 2.0).chunks == (Chunk(0, 99 if "mixed" in name else 100, budget),)
+
+
 # ------------------------------------------------------------------------------------------- registry
 
 
