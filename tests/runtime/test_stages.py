@@ -73,6 +73,23 @@ def test_a_part_that_loses_the_device_goes_on_in_a_fresh_process_and_the_next_co
     assert "ended with status 3: rows until there are kept; once more in a fresh process" in said[0]
 
 
+def test_after_a_crash_the_rows_get_their_table_and_it_says_which_tiers_are_whole(tmp_path):
+    """Nobody else would: the process that was to write it is gone."""
+    assert profile_cli.main(["sweep", "--device", "simulated", "--splits", "112+20", "--out", str(tmp_path)]) == 0
+    for name in ("summary.txt", "samples.parquet"):
+        (tmp_path / name).unlink()
+    progress = Progress(tmp_path / "progress.json")
+    progress.end({"co-run matrix": (24, 24), "controls": (3, 22), "SM axis": (0, 33)})
+    progress.begin(Point("solo", None, "full", A))
+    calls: list = []
+    outcome = stages.stages(Target("cuda"), tmp_path, budget_s=600, engine=False,
+                            run=run_with({"corun": [-9, -11, 1, 1], "own": [0]}, calls))
+    assert [part for part, _, _ in calls] == ["corun"] * 4 + ["own"]  # the same unforeseen end twice is enough
+    assert "whole: co-run matrix; begun: controls 3 of 22; not begun: SM axis" in outcome.lines
+    assert (tmp_path / "samples.parquet").exists()
+    assert Progress(tmp_path / "progress.json").lost == [Point("solo", None, "full", A).key]
+
+
 def test_what_is_to_be_repaired_ends_it_and_so_does_a_signal(tmp_path):
     calls: list = []
     assert stages.stages(Target("cuda"), tmp_path, budget_s=600, run=run_with({"corun": [2]}, calls)).status == 2
