@@ -37,7 +37,7 @@ def command(program: str, parser: Callable[[], argparse.ArgumentParser], argv: S
                 signals.warn(_traceback())
             kept = kept_text(args) if getattr(args, "kept", None) is not None else ""
             signals.warn(f"{program}: error: {one_line(exc)}" + (f"; {kept}" if kept and kept != NOTHING else ""))
-            status = 2
+            status = 2 if signals.heard() is None else 128 + int(signals.heard() or 0)  # what it left was too little to go on
         except KeyboardInterrupt as exc:
             with signals.held():
                 _flush()

@@ -126,6 +126,8 @@ ENGINE_PHASES = ("engine_prefill", "engine_prefill_by_layer", "engine_decode")
 """Whole steps of the engine as the driver launches them, the host's work included: a prefill, the same in one launch a layer, a
 decode iteration. Measured on a CPU only: on a GPU a sweep times graphs, which hold no host work."""
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
+MOST_S = 1e6
+"""No kernel takes eleven days: quotients and squares of what is read stay numbers."""
 REQUIRED = ("id", "kind", "op", "backend", "partition", "lane", "sms", "device_sms", "corunner", "median_s", "source", "gpu")
 OWN = ("samples", "measured_at")
 """Required too where this project measured; public tables seldom say."""
@@ -160,8 +162,9 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
             raise ProfileError(f"{where}: {name} = {short(value)}: must be one line of text")
         elif isinstance(value, int) and not -2**63 <= value < 2**63:
             raise ProfileError(f"{where}: {name} = {short(value)}: must be a whole number of 64 bits")
-        elif isinstance(value, float) and name.endswith("_s") and not (value > 0 or (value == 0 and name != "median_s")):
-            raise ProfileError(f"{where}: {name} = {value!r}: must be positive")
+        elif isinstance(value, float) and name.endswith("_s") and not (
+                0 < value <= MOST_S or (value == 0 and name != "median_s")):
+            raise ProfileError(f"{where}: {name} = {value!r}: must be positive, up to {MOST_S:g}")
         full[name] = value
     return full
 

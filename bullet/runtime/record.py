@@ -47,6 +47,8 @@ from bullet.state import (
 
 SCHEMA = "bullet-record"
 VERSION = 1
+MOST_SMS, MOST_LAYERS = 4096, 10_000
+"""More has no device and no model: what is computed for each would have no end."""
 ANSWERS: Mapping[str, Any] = {kind.__name__: kind for kind in (
     PrefillStep, DecodeStep, HybridStep, Wait, Chunk, Partition, Published)}
 """What a decision is made of: nothing else that a file names is made."""
@@ -152,6 +154,9 @@ def read_record(path: Path) -> tuple[Header, RunConfig, Iterator[Any]]:
         raise ResultsError(f"{path}: arrival_s, prompt_tokens and ttft_slo_s must be as long as each other")
     if header.num_layers < 1 or min(header.prompt_tokens, default=1) < 1:
         raise ResultsError(f"{path}: num_layers and prompt_tokens must be 1 or more")
+    if not 2 <= header.num_sms <= MOST_SMS or header.num_layers > MOST_LAYERS:
+        raise ResultsError(f"{path}: num_sms = {header.num_sms}, num_layers = {header.num_layers}: must be 2 to {MOST_SMS} and up "
+                           f"to {MOST_LAYERS}")
     return header, door.typed(header.config, RunConfig, path, ResultsError, "config."), values
 
 
@@ -161,15 +166,15 @@ def replay(path: Path, make_policy: Callable[[Header, RunConfig, SplitTable], Po
     The recorded answer, not the fresh one, is carried out: one difference does not bring on the others.
     """
     header, config, events = read_record(path)
-    splits = SplitTable(header.num_sms, np.array(header.decode_sms, dtype=np.int64))
-    n = splits.num_sms
-    state = SystemState(splits, KvCache(header.kv_blocks), header.num_layers, Partition(n, n))
-    policy = make_policy(header, config, splits)
     answers: dict[str, Any] = {}
     flights: dict[str, Step] = {}
     ended: Step | None = None
     decisions, differences = 0, []
     try:
+        splits = SplitTable(header.num_sms, np.array(header.decode_sms, dtype=np.int64))
+        n = splits.num_sms
+        state = SystemState(splits, KvCache(header.kv_blocks), header.num_layers, Partition(n, n))
+        policy = make_policy(header, config, splits)
         for kind, *what in events:
             if kind == "arrive":
                 i, _ = what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import resource
@@ -11,9 +12,13 @@ import numpy as np
 import pytest
 from fake_engine import build, replay, workload
 
+from bullet.catalog.gpus import get_gpu
+from bullet.catalog.models import get_model
 from bullet.errors import ResultsError
 from bullet.runtime import record
+from bullet.runtime.serve import recheck
 from bullet.state import Partition, PrefillStep
+from tests.test_fuzz_readers import MUTATIONS, besiege
 
 POLICIES = ("bullet", "bullet-literal", "static-6", "sglang-64", "vllm-256")
 
@@ -24,14 +29,14 @@ def rows(count=25):
         np.cumsum(rng.exponential(0.005, count)), rng.integers(1, 200, count), rng.integers(1, 25, count), strict=True)]
 
 
-def recorded(path, policy, requests, **options):
+def recorded(path, policy, requests, extra=None, **options):
     """A run with its record. Steps are slower than the estimator thinks: it learns from what it observes."""
     writer = None
 
     def start(run):
         nonlocal writer
         writer = record.RecordWriter(path, run.config, run.state.splits, run.state.kv.total_blocks, 4,
-                                     [run.mean_slo_s] * len(requests), workload(requests), {})
+                                     [run.mean_slo_s] * len(requests), workload(requests), extra or {})
         run.record = writer
 
     run, _, _ = replay(requests, policy, before=start, blocks=60, turns=False,
@@ -150,3 +155,12 @@ def test_a_record_makes_answers_and_nothing_else():
     assert record.rebuilt(record.plain(step)) == step
     with pytest.raises(KeyError):
         record.rebuilt({"is": "SystemState"})
+
+
+@pytest.mark.parametrize("policy", ["bullet", "vllm-256"])
+def test_a_damaged_record_is_replayed_or_refused_in_one_line(tmp_path, policy):
+    """Read, and made a policy and a run again, as the command does: 2,000 mutations by default."""
+    path = tmp_path / "r.jsonl"
+    recorded(path, policy, rows(3), extra={"gpu": dataclasses.asdict(get_gpu("a100-80gb")),
+                                           "model": dataclasses.asdict(get_model("tiny"))})
+    besiege(path, path.read_bytes(), recheck, MUTATIONS // 2)

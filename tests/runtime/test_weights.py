@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import random
 
 import pytest
 
@@ -15,6 +16,7 @@ from bullet.catalog.models import MODELS, ModelSpec  # noqa: E402
 from bullet.engine.model import Architecture, Llama3Scaling  # noqa: E402
 from bullet.engine.weights import load_safetensors, random_weights  # noqa: E402
 from bullet.errors import ConfigError, EngineError  # noqa: E402
+from tests.test_fuzz_readers import MUTATIONS, mutated, refused  # noqa: E402
 
 CPU = torch.device("cpu")
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
@@ -275,3 +277,23 @@ def test_random_weights_beyond_this_machines_memory_are_refused_before_they_are_
     monkeypatch.setattr(weights, "_memory_bytes", lambda: 1 << 20)
     with pytest.raises(EngineError, match=r"weights of tiny need .* end other processes on the machine"):
         weights.random_weights(arch, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "config.json"])
+def test_a_damaged_checkpoint_is_read_or_refused_in_one_line(sharded, file):
+    """2,000 mutations by default. Of a struck shard other numbers may come, and nothing worse: it has no checksum."""
+    folder, arch, _ = sharded
+
+    def read(path):
+        load_safetensors(folder, Architecture.from_hf(folder) if file == "config.json" else arch, CPU)
+
+    good = (folder / file).read_bytes()
+    for seed in range(MUTATIONS):
+        (folder / file).write_bytes(mutated(good, random.Random(seed)))
+        try:
+            refused(folder / file, read)
+        except BaseException as exc:
+            exc.add_note(f"mutation {seed}")
+            raise
+    (folder / file).write_bytes(good)
+    assert refused(folder / file, read) is None

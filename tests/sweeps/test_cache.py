@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 import threading
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from bullet.errors import ResultsError
 from bullet.sweeps import cache as caches
 from bullet.sweeps.cache import PACKAGE, Cache, key_of, sources
 from docs.make_map import ROOT, read_imports
+from tests.test_fuzz_readers import MUTATIONS, mutated
 
 
 def test_equal_configurations_have_equal_keys_and_any_other_another() -> None:
@@ -102,3 +105,18 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ResultsError, match="file"):
         Cache(tmp_path / "file")
+
+
+def test_a_damaged_entry_is_never_another_result(tmp_path: Path) -> None:
+    """Its checksum is part of it, so that any mutation is found; and one with a sound checksum is an object or nothing."""
+    cache = Cache(tmp_path)
+    record = {"figures": {"a": 0.5, "b": None}, "seconds": 1.0}
+    cache.put("ab1", record)
+    path = cache.path("ab1")
+    good = path.read_bytes()
+    for seed in range(MUTATIONS):
+        path.write_bytes(mutated(good, random.Random(seed)))
+        assert cache.get("ab1") in (None, record)
+    for text in ("[" * 100_000, "[1]", "9" * 6000, '{"a": NaN}', "null"):
+        path.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        assert cache.get("ab1") is None
