@@ -72,6 +72,17 @@ def make_folder(folder: Path) -> None:
         raise ResultsError(f"{folder}: cannot be made ({exc.strerror}): choose another --out") from None
 
 
+def absolute(folder: Path) -> Path:
+    """Of the present folder; :class:`ResultsError` if that is gone, or the name is one that parquet's library cannot spell."""
+    try:
+        str(folder).encode()
+        return Path(os.path.abspath(folder))
+    except UnicodeEncodeError:
+        raise ResultsError(f"{str(folder)!r}: is not UTF-8: choose another --out") from None
+    except OSError as exc:
+        raise ResultsError(f"{folder}: there is no present folder ({exc.strerror}): choose an absolute --out") from None
+
+
 LOCK = ".lock"
 
 
@@ -84,7 +95,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path, *, resumes: str | None = None, shared: bool = False) -> None:
-        self.folder = Path(os.path.abspath(folder))  # a user's policy may go elsewhere meanwhile
+        self.folder = absolute(folder)  # a user's policy may go elsewhere meanwhile
         self._made: list[Path] = []
         self._lock: int | None = None
         try:
@@ -167,8 +178,8 @@ def safe_name(name: str) -> str:
 def fresh_folder(out: Path | None, name: str) -> Path:
     """The folder that was asked for, or a new one under runs/, absolute; makes neither."""
     if out is not None:
-        return Path(os.path.abspath(out))
-    base = Path(os.path.abspath("runs")) / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return absolute(out)
+    base = absolute(Path("runs")) / f"{safe_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, number = base, 1
     while folder.exists():
         number += 1

@@ -244,6 +244,19 @@ def test_a_locale_that_cannot_spell_a_path(tmp_path: Path) -> None:
     assert load_run(out).summary["complete"] is True
 
 
+@pytest.mark.parametrize(("out", "words"), [("o\udcff", "is not UTF-8"), ("o", "there is no present folder"),
+                                            (None, "there is no present folder")])
+def test_a_folder_that_nobody_can_name_is_one_line(out: str | None, words: str, tmp_path: Path) -> None:
+    where = tmp_path / "here"
+    where.mkdir()
+    process = child("run", *SMALL, *(["--out", out] if out else []), cwd=where,
+                    preexec_fn=None if out and not out.isascii() else where.rmdir)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.count("\n") == 1
+    assert words in err
+
+
 # ------------------------------------------------------------------------------------------- plots
 
 

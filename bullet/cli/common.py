@@ -58,7 +58,10 @@ def whole(text: str) -> int:
 def out_folder(text: str) -> Path:
     """Absolute at once: a user's policy may go elsewhere meanwhile."""
     try:
+        text.encode()
         return Path(os.path.abspath(text))
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: is not UTF-8") from None
     except OSError as exc:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no present folder ({exc.strerror})") from None
 

@@ -162,9 +162,10 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
             raise ProfileError(f"{where}: {name} = {short(value)}: must be one line of text")
         elif isinstance(value, int) and not -2**63 <= value < 2**63:
             raise ProfileError(f"{where}: {name} = {short(value)}: must be a whole number of 64 bits")
-        elif isinstance(value, float) and name.endswith("_s") and not (
-                0 < value <= MOST_S or (value == 0 and name != "median_s")):
-            raise ProfileError(f"{where}: {name} = {value!r}: must be positive, up to {MOST_S:g}")
+        elif isinstance(value, float) and name.endswith("_s") and not (value > 0 or (value == 0 and name != "median_s")):
+            raise ProfileError(f"{where}: {name} = {value!r}: must be positive")
+        elif name == "median_s" and value > MOST_S:
+            raise ProfileError(f"{where}: {name} = {value!r}: must be {MOST_S:g} s at most")
         full[name] = value
     return full
 

@@ -155,8 +155,8 @@ def read_record(path: Path) -> tuple[Header, RunConfig, Iterator[Any]]:
     if header.num_layers < 1 or min(header.prompt_tokens, default=1) < 1:
         raise ResultsError(f"{path}: num_layers and prompt_tokens must be 1 or more")
     if not 2 <= header.num_sms <= MOST_SMS or header.num_layers > MOST_LAYERS:
-        raise ResultsError(f"{path}: num_sms = {header.num_sms}, num_layers = {header.num_layers}: must be 2 to {MOST_SMS} and up "
-                           f"to {MOST_LAYERS}")
+        raise ResultsError(f"{path}: num_sms = {header.num_sms}, num_layers = {header.num_layers}: must be 2 to {MOST_SMS} and "
+                           f"up to {MOST_LAYERS}")
     return header, door.typed(header.config, RunConfig, path, ResultsError, "config."), values
 
 
