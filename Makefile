@@ -74,7 +74,7 @@ gpu-plan:
 	$(GPU_PYTHON) -m bullet.cli.profile stages --plan-only --gpu h200 --budget-s $(BUDGET_S) $(GPU_ARGS)
 
 # The engine alone, with all of BUDGET_S. --foreground: the signal reaches the command once; it then ends its step, keeps its
-# rows and closes the device. Without simpy it is only measured: `bullet-run validate --from FOLDER` makes the table elsewhere.
+# rows and closes the device.
 gpu-validate:
 	timeout --foreground -s INT -k 20 $(BUDGET_S) $(GPU_PYTHON) -m bullet.cli.run validate --device cuda \
 	    --budget-s $(BUDGET_S) $(filter --allow-busy,$(GPU_ARGS)) --out $(OUT)-engine-$$(date +%Y%m%d-%H%M%S)

@@ -1,6 +1,6 @@
 """A serving engine written for obviousness: it walks every token of every request.
 
-No simpy, no counters, no caches: requests hold lists of token times, KV is counted by walking, time goes from event to
+No counters, no caches: requests hold lists of token times, KV is counted by walking, time goes from event to
 event by looking at everything. The chunked schedulers are written again, request by request; the two-lane loop asks the
 same policy class, but through a decode batch whose figures are sums over requests.
 """

@@ -338,7 +338,7 @@ def test_a_stuck_policy_stops_with_its_state(tmp_path: Path, capsys: pytest.Capt
 
 def test_help_teaches_by_example_without_heavy_imports() -> None:
     code = ("import sys; from bullet.cli.sim import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-            "print([m for m in ('numpy', 'pyarrow', 'simpy', 'matplotlib') if m in sys.modules])")
+            "print([m for m in ('numpy', 'pyarrow', 'matplotlib') if m in sys.modules])")
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert text.strip().endswith("[]")
     assert text.count("\n  bullet-sim ") >= 5

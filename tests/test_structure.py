@@ -19,7 +19,7 @@ REASON = f"Longer than {LIMIT} lines: "
 TEXT = PAGE.read_text(encoding="utf-8")
 SIMULATOR = {"sim"}
 REAL = {"engine", "profiler", "runtime", "kernels", "gpu"}
-HOMES = {"simpy": {"sim"}, "torch": {"engine", "profiler", "runtime", "kernels", "gpu"}, "triton": {"kernels"},
+HOMES = {"torch": {"engine", "profiler", "runtime", "kernels", "gpu"}, "triton": {"kernels"},
          "matplotlib": {"results", "api"}, "scipy": {"profiles"}, "sklearn": {"profiles"}, "pandas": {"api"},
          "joblib": {"sweeps"}, "ray": {"sweeps"}}
 """Which wings may import what is dear to load, at the top or anywhere."""
@@ -137,11 +137,11 @@ def test_the_map_is_what_the_imports_are(imports: Imports) -> None:
     assert with_map(TEXT, imports) == TEXT, "python docs/make_map.py writes it anew"
 
 
-def test_what_a_scheduler_is_made_of_loads_neither_torch_nor_simpy_nor_pandas(imports: Imports) -> None:
+def test_what_a_scheduler_is_made_of_loads_neither_torch_nor_pandas(imports: Imports) -> None:
     modules = sorted(m for m in imports if wing(m) in {"policies", "state", "estimators"})
     assert {"bullet.policies.vllm", "bullet.state.prefix", "bullet.estimators.srm"} < set(modules)
     code = f"import importlib, sys; [importlib.import_module(m) for m in {modules}]; " \
-           "print([m for m in ('torch', 'simpy', 'pandas') if m in sys.modules])"
+           "print([m for m in ('torch', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -204,7 +204,7 @@ def test_the_engine_is_found_behind_others(tmp_path: Path) -> None:
 
 
 def test_what_is_dear_is_named_where_it_does_not_belong(tmp_path: Path) -> None:
-    root = package(tmp_path, sim="import simpy\ndef f():\n    import torch.nn as nn", state="import numpy, pandas",
+    root = package(tmp_path, sim="import heapq\ndef f():\n    import torch.nn as nn", state="import numpy, pandas",
                    results__plots="from matplotlib.figure import Figure")
     assert sorted(strangers(root)) == ["sim.py imports torch", "state.py imports pandas"]
 

@@ -1,7 +1,6 @@
 """``bullet-run replay | steps | recheck | validate``: the real runtime. Heavy imports are inside functions.
 
-:func:`main` is called by ``bullet.cli.run`` and runs alone as ``python -m bullet.cli.run``. ``replay`` needs no simpy; the
-simulated side of ``validate`` does, and runs afterwards from the files where it is missing.
+:func:`main` is called by ``bullet.cli.run`` and runs alone as ``python -m bullet.cli.run``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,9 +189,6 @@ def _validate(args: argparse.Namespace) -> int:
         args.kept = folder
         closed_loop.measure(config, engine_of(args), folder, policies=names, rate=args.rate, num_requests=args.num_requests,
                             budget_s=args.budget_s, watch=watched(args))
-    if find_spec("simpy") is None:
-        say(f"measured; simpy is not installed here: bullet-run validate --from {folder} where it is")
-        return 0
     lines = closed_loop.conclude(folder, args.profile, names or [])
     known = "sweep/, profile/" if (folder / "profile").is_dir() else "steps.json"
     say("\n".join(["", *lines, "", f"written to {folder}/: validation.txt, validation.json, {known}, real/, sim/"]))

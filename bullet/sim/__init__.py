@@ -1,1 +1,1 @@
-"""The simulated driver: simpy time, modelled devices. Knows nothing of torch or of the real runtime."""
+"""The simulated driver: simulated time, modelled devices. Knows nothing of torch or of the real runtime."""

@@ -1,9 +1,9 @@
-"""The simulated driver: one policy, one modelled device, simpy time.
+"""The simulated driver: one policy, one modelled device, simulated time.
 
 At a boundary (a step ends, a request arrives while a lane is idle, a wait is over): finish what ended, let arrivals
-in, ask the policy for each idle lane that has work, launch, settle the device, sleep until the next boundary. One
-simpy event is pending at any time; steps that a policy calls steady are repeated without one. The real runtime has a
-loop of the same shape; the two are kept apart on purpose.
+in, ask the policy for each idle lane that has work, launch, settle the device, go on at the next boundary. One instant
+is ahead at any time, so that there is no queue of events; steps that a policy calls steady are repeated without a boundary.
+The real runtime has a loop of the same shape; the two are kept apart on purpose.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
-
-import simpy
-from simpy.events import NORMAL
 
 from bullet.catalog.models import described
 from bullet.config import RunConfig
@@ -64,9 +61,6 @@ class Simulation(Bookkeeping):
                       for name in self.names]
         if self.two_lanes:
             self.lanes[0].other, self.lanes[1].other = self.lanes[1], self.lanes[0]
-        self.env = simpy.Environment()
-        self._tick = simpy.Event(self.env)
-        self._tick._ok, self._tick._value = True, None
         self.delay_s = config.device.publish_delay_s
         self.reconfigure_s, self.host_step_s = config.device.reconfigure_s, config.device.host_step_s
         self.host_prompt_step_s = config.device.host_step_s + config.device.host_prefill_step_s
@@ -74,7 +68,6 @@ class Simulation(Bookkeeping):
         self.debug = config.debug
         self.legal_sms = {int(sms) for sms in (*splits.prefill_sms, *splits.decode_sms)}
         self._boundary = self._boundary_of_two if self.two_lanes else self._boundary_of_one
-        self._callbacks: list[Callable[[simpy.Event], None]] = [self._boundary]
         self._launch = self._launch_guarded if self.custom else self._begin
         self._ask = policy.next_step
         self.decision_wall_s = 0.0
@@ -93,25 +86,16 @@ class Simulation(Bookkeeping):
 
     def run(self) -> None:
         """Run until every request is finished or rejected; :class:`NoProgressError` if nothing can happen."""
-        self._schedule(self.next_arrival_s)
-        self.env.run()
+        boundary, at_s = self._boundary, self.next_arrival_s
+        while at_s != INFINITY:
+            assert at_s >= self.now_s, f"I6: time would go back from {self.now_s} to {at_s}"
+            self.now_s = at_s
+            at_s = boundary(at_s)
+        if self.closed < len(self.arrivals):
+            raise self.nothing_can_happen()
 
-    def _schedule(self, at_s: float) -> None:
-        env = self.env
-        delay_s = at_s - env._now  # the property costs as much as the subtraction
-        if delay_s == INFINITY:
-            if self.closed < len(self.arrivals):
-                raise self.nothing_can_happen()
-            return
-        assert at_s >= self.now_s, f"I6: time would go back from {self.now_s} to {at_s}"
-        # simpy's clock only orders events; `next_s` is exact, where now + (next - now) may be an ulp off.
-        self.next_s = at_s
-        event = self._tick  # the one pending event, used again and again
-        event.callbacks = self._callbacks
-        env.schedule(event, NORMAL, delay_s if delay_s > 0.0 else 0.0)
-
-    def _boundary_of_two(self, _event: simpy.Event) -> None:
-        now = self.now_s = self.next_s
+    def _boundary_of_two(self, now: float) -> float:
+        """What is due ``now``; returns when the next boundary is."""
         gpu, state = self.gpu, self.state
         flight = gpu.prefill
         if flight is not None and flight.end_s <= now:
@@ -160,10 +144,9 @@ class Simulation(Bookkeeping):
                 at = decode.wait_until_s
         if self.debug:
             state.check()
-        self._schedule(at)
+        return at
 
-    def _boundary_of_one(self, _event: simpy.Event) -> None:
-        now = self.now_s = self.next_s
+    def _boundary_of_one(self, now: float) -> float:
         gpu, state = self.gpu, self.state
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
@@ -183,7 +166,7 @@ class Simulation(Bookkeeping):
         flight = gpu.hybrid
         if self.debug:
             state.check()
-        self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
+        return flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s)
 
     # ---- arrivals --------------------------------------------------------------------------------
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-import simpy
-
 from bullet.config import RunConfig
 from bullet.devices.base import Device, StepWork
 from bullet.errors import ConfigError
@@ -62,8 +60,7 @@ class PagedSimulation(Simulation):
         self.served: list[tuple[Request, bool]] = []  # by the step that runs
         self.decided: deque[Ticket] = deque()  # to run after it
 
-    def _boundary_of_one(self, _event: simpy.Event) -> None:
-        now = self.now_s = self.next_s
+    def _boundary_of_one(self, now: float) -> float:
         gpu, state, lane = self.gpu, self.state, self.lanes[0]
         flight = gpu.hybrid
         if flight is not None:  # nobody wakes a busy device
@@ -82,7 +79,7 @@ class PagedSimulation(Simulation):
         if self.debug:
             state.check()
         flight = gpu.hybrid
-        self._schedule(flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s))
+        return flight.end_s if flight is not None else min(self.next_arrival_s, lane.wait_until_s)
 
     def _begin(self, lane: Any, step: Any, now: float) -> None:
         """Carry out a decision on queues and blocks; run it now, or after the step that runs."""

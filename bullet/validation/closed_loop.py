@@ -6,7 +6,7 @@
 
 The simulated side knows the machine through files alone: ``profile/`` on a CPU, ``steps.json`` on a GPU, or the folder of a fit
 of that GPU's sweep (``--profile``). It has the same policies, requests, KV and splits. All that is needed is in the folder, the
-model's config.json too, so that it can run later and elsewhere (``--from``), where simpy is. Stands above runtime and sim.
+model's config.json too, so that it can run later and elsewhere (``--from``). Stands above runtime and sim.
 """
 
 from __future__ import annotations

@@ -20,10 +20,8 @@ from bullet.errors import ProfileError
 from bullet.profiles.rows import ENGINE_PHASES
 from bullet.profiles.sweeps import read_rows
 from bullet.results.columns import RequestTable, StepTable
-from bullet.validation import closed_loop as run_validate
-
-pytest.importorskip("simpy")
 from bullet.sim.run import simulate
+from bullet.validation import closed_loop as run_validate
 
 PREFILL_S, DECODE_S = (0.004, 0.010, 0.050), (0.002, 0.006)
 PROFILE = StepProfile("a fake", "none", "tiny", 8, True, (1, 50, 500), PREFILL_S, (1, 9), (10, 20),

@@ -622,12 +622,12 @@ def test_compare_two_tables(tmp_path, capsys):
 
 
 def test_what_a_gpu_run_imports():
-    """No simpy, tqdm or matplotlib; torch, triton, pyarrow and cuda-bindings only where they are used."""
+    """No tqdm or matplotlib; torch, triton, pyarrow and cuda-bindings only where they are used."""
     code = textwrap.dedent("""
         import sys
         import bullet.runtime, bullet.cli.measure, bullet.profiles.rows
         import bullet.profiler.bench_cuda, bullet.profiler.check, bullet.profiler.sweep, bullet.gpu.partition
-        found = {"simpy", "tqdm", "matplotlib", "scipy", "pandas", "torch", "triton", "pyarrow", "cuda"} & set(sys.modules)
+        found = {"tqdm", "matplotlib", "scipy", "pandas", "torch", "triton", "pyarrow", "cuda"} & set(sys.modules)
         assert not found, found
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
@@ -638,7 +638,7 @@ def test_a_whole_run_imports_nothing_beyond_what_a_gpu_machine_has(tmp_path):
     pytest.importorskip("torch")
     code = textwrap.dedent(f"""
         import sys
-        for name in ("simpy", "tqdm", "matplotlib", "scipy", "sklearn", "pyarrow"):
+        for name in ("tqdm", "matplotlib", "scipy", "sklearn", "pyarrow"):
             sys.modules[name] = None  # an import of it fails
         from bullet.cli import measure as profile_cli
         code = profile_cli.main(["sweep", "--device", "cpu", "--budget-s", "6", "--threads", "2", "--out", {str(tmp_path)!r}])
