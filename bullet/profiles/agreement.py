@@ -149,7 +149,7 @@ def _coefficients(out: Agreement, rows: Sequence[Row], others: Sequence[Row]) ->
         if name not in b or name not in low or name not in high:
             continue
         spans = [low[name], high[name]]
-        # Intervals that do not touch: of ten coefficients one in a hundred would be further apart than a single difference allows.
+        # Intervals that do not touch: of ten coefficients one in a hundred would be further apart than one difference allows.
         apart = max(span[0] for span in spans) > min(span[1] for span in spans) + 1e-3
         text = " and ".join(f"{value:.3g} ({span[0]:.3g} to {span[1]:.3g})"
                             for value, span in zip((a[name], b[name]), spans, strict=True))

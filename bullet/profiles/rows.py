@@ -164,7 +164,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> Row:
             raise ProfileError(f"{where}: {name} = {short(value)}: must be a whole number of 64 bits")
         elif isinstance(value, float) and name.endswith("_s") and not (value > 0 or (value == 0 and name != "median_s")):
             raise ProfileError(f"{where}: {name} = {value!r}: must be positive")
-        elif name == "median_s" and value > MOST_S:
+        elif name == "median_s" and isinstance(value, int | float) and value > MOST_S:
             raise ProfileError(f"{where}: {name} = {value!r}: must be {MOST_S:g} s at most")
         full[name] = value
     return full
