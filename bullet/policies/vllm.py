@@ -114,7 +114,7 @@ class Vllm:
         for request in queue:
             if budget == 0 or slots == 0:
                 break
-            known = request.known_tokens
+            known = request.prompt_tokens + request.generated
             new = known if known < budget else budget
             blocks = kv.blocks_for(new if by_chunk else known)
             if blocks > free:

@@ -171,7 +171,8 @@ class SystemState:
 
     def _take_by_chunk(self, step: HybridStep, by_id: dict[int, Request], now_s: float) -> list[Request]:
         """As above; each chunk takes the blocks that its own tokens need."""
-        kv, self.admitted, launched = self.kv, [], []
+        kv, launched = self.kv, []
+        self.admitted, blocks = [], 0
         assert not kv.sharing, "blocks with shared prefixes are reserved whole"
         for request_id, new, past in step.chunks:
             request = by_id.get(request_id)
@@ -180,9 +181,11 @@ class SystemState:
                 self.chunked.append(request)
                 self.admitted.append(request)
             assert request.computed_tokens == past, f"{request}: chunk starts at {past}"
-            assert 0 < new <= request.known_tokens - past, f"{request}: a chunk is empty or runs over its prompt: {new} tokens"
-            kv.take(kv.blocks_for(past + new) - kv.blocks_for(past))
+            assert 0 < new <= request.prompt_tokens + request.generated - past, (
+                f"{request}: a chunk is empty or runs over its prompt: {new} tokens")
+            blocks += kv.blocks_for(past + new) - (kv.blocks_for(past) if past else 0)
             launched.append(request)
+        kv.take(blocks)
         return launched
 
     def finish_hybrid(self, now_s: float) -> list[Request]:
