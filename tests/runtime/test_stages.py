@@ -363,9 +363,9 @@ def test_a_process_that_crashes_leaves_its_rows_a_table_and_the_next_goes_on(tmp
     pytest.importorskip("torch")
     python, environment = fake_python(tmp_path)
     out = tmp_path / "out"
-    environment |= {"FAKES_FAIL_AT": "700", "FAKES_LOST": str(tmp_path / "lost"), "FAKES_CRASH": "1"}
+    environment |= {"FAKES_FAIL_AT": "300", "FAKES_LOST": str(tmp_path / "lost"), "FAKES_CRASH": "1"}
     done = subprocess.run([python, "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
-                           "90", "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+                           "120", "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
                           check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "part corun ended with status -11: rows until there are kept; once more in a fresh process" in done.stdout
@@ -375,7 +375,7 @@ def test_a_process_that_crashes_leaves_its_rows_a_table_and_the_next_goes_on(tmp
     _, rows, _ = read_journal(out / "samples.jsonl")
     assert len({r["id"] for r in rows}) == len(rows)
     assert sum(r["run"] == 0 for r in rows) > 20
-    assert all(f"|{lost}|" not in r["id"] for r in rows)
+    assert all(f"|{lost}|" not in r["id"] for r in rows if r["run"] > 0)  # an earlier visit of it stays
 
 
 def test_when_the_command_is_killed_outright_its_process_ends_too_and_the_same_command_resumes(tmp_path):
