@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bullet import capacity, goodput
-from bullet.config import RunConfig
+from bullet.config import RunConfig, configuration
 from bullet.errors import ConfigError
 from bullet.sweeps import goodput as module
 from bullet.sweeps import pool as pools
@@ -203,3 +203,19 @@ def test_capacity_is_what_an_overloaded_lane_serves(tmp_path: Path) -> None:
         goodput({"workload.arrivals": "closed", "workload.concurrency": 4, "workload.rate_req_per_s": None}, cache=tmp_path)
 
 
+
+
+def test_rates_that_change_are_moved_by_their_scale(tmp_path: Path) -> None:
+    """4.75 req/s on average: 9.5 are twice as many, whatever the phases say."""
+    config = {"workload.trace": "azure-code@2.5/2s,sharegpt@7/2s", "workload.num_requests": 60,
+              "workload.max_prompt_tokens": 4000}
+    whole = configuration(config)
+    assert module.rate_axis(whole) == "workload.rate_scale"
+    assert module.at_rate(whole, 9.5) == 2.0
+    twice = configuration({**config, "workload.rate_scale": 2.0})
+    assert module.at_rate(twice, 9.5) == pytest.approx(2.0)
+    found = goodput(config, ["static-96"], seeds=1, tolerance=0.3, cache=tmp_path, jobs=1)
+    assert found.axis == "workload.rate_scale"
+    assert found.found[0].runs > 1
+    assert "x its rates" in found.text()
+    assert module.rate_axis(configuration({})) == "workload.rate_req_per_s"
