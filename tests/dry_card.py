@@ -16,6 +16,7 @@ import numpy as np
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
 from bullet.devices.fitted import DeviceModel
+from bullet.profiler.shapes import Shape, flops_and_bytes
 from bullet.profiles.contention import L2_BYTES_PER_FLOP, fit_contention
 from bullet.profiles.layer_axis import axis_of_layers
 from bullet.profiles.rows import Row, finalise
@@ -105,7 +106,9 @@ class DryCard:
             beside: dict[str, Any] | None = None, **columns: Any) -> dict[str, Any]:
         op, size = shape
         decode = op == "decode_layer"
-        row = {"id": f"{len(self.rows)}", "kind": kind, "op": op, "phase": lane, "tokens": size, "batch": size if decode else 1,
+        flops, moved = flops_and_bytes(LLAMA, Shape(op, size, size if decode else 1, CONTEXT if decode else 0))
+        row = {"id": f"{len(self.rows)}", "flops": flops, "bytes": moved,
+               "kind": kind, "op": op, "phase": lane, "tokens": size, "batch": size if decode else 1,
                "context_tokens": CONTEXT if decode else 0, "backend": "simulated", "partition": "proven" if split else "none",
                "lane": lane, "unit": "SM", "sms": sms, "split_prefill_sms": split, "split_decode_sms": split and N - split,
                "device_sms": N, "corunner": "idle", "median_s": float(np.median(seconds)), "mean_s": float(seconds.mean()),

@@ -1,4 +1,4 @@
-"""``bullet-profile import | fit | show``: public tables to samples, samples to a device, and a look at either."""
+"""``bullet-profile import | fit | plot | show``: public tables to samples, samples to a device, and a look at either."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ examples:
   bullet-profile fit runs/gpu runs/again --out mine         two sweeps of one card: refused where they do not agree
   bullet-profile fit --gpu a100-80gb --fit-on "gemm=sglang 0.5.10"
 """
+PLOT_EXAMPLES = """\
+examples:
+  bullet-profile plot runs/gpu                              runs/gpu/sweep.html
+  bullet-profile plot runs/gpu/samples.parquet --out page.html
+"""
 SHOW_EXAMPLES = """\
 examples:
   bullet-profile show --gpu h100                            coefficients, what is assumed, errors by family
@@ -55,7 +60,7 @@ examples:
 
 
 def add_commands(commands: Any) -> None:
-    """The three commands of this module, each with its handler."""
+    """The commands of this module, each with its handler."""
     get = commands.add_parser("import", help="a publisher's kernel tables, of any card and model, checked",
                               formatter_class=argparse.RawDescriptionHelpFormatter, epilog=IMPORT_EXAMPLES)
     get.add_argument("folder", type=Path, nargs="?", help="a folder as LLMServingSim, AIConfigurator or Vidur lay it out")
@@ -85,6 +90,13 @@ def add_commands(commands: Any) -> None:
     fitter.add_argument("--out", type=out_folder, help="folder for fit.json and SOURCE.md; without it nothing is written")
     fitter.add_argument("--replace", action="store_true", help="write over a fit in --out that differs")
     fitter.set_defaults(handler=fit_)
+    plot = commands.add_parser("plot", help="a sweep as one HTML page: co-running, SM axis, residuals, clocks, controls",
+                               formatter_class=argparse.RawDescriptionHelpFormatter, epilog=PLOT_EXAMPLES)
+    plot.add_argument("folder", type=Path, help="a sweep's folder, or a samples.parquet")
+    plot.add_argument("--model", help="whose rows (default: the one that the sweep has)")
+    plot.add_argument("--out", type=Path, help="the page (default FOLDER/sweep.html)")
+    plot.add_argument("--replace", action="store_true", help="write over a page that is there")
+    plot.set_defaults(handler=plot_)
     show = commands.add_parser("show", help="coefficients and errors of a profile, or what a table holds",
                                formatter_class=argparse.RawDescriptionHelpFormatter, epilog=SHOW_EXAMPLES)
     show.add_argument("samples", type=Path, nargs="?", help="a samples.parquet: list it, or look --op up in it")
@@ -155,6 +167,15 @@ def agreeing(path: Path, rows: Sequence[Row], second: Path, table: Sequence[Row]
         raise ProfileError(f"{path}, {second}: no profile is made of them: {found.verdict}")
     say([*found.lines, found.verdict])
     return pooled(rows, others), found.lines
+
+
+def plot_(args: argparse.Namespace) -> int:
+    """The page of a sweep."""
+    from bullet.profiles.page import page
+
+    folder = args.folder if args.folder.is_dir() else args.folder.parent
+    say(page(args.folder, args.out or folder / "sweep.html", model=args.model, replace=args.replace))
+    return 0
 
 
 def show_(args: argparse.Namespace) -> int:

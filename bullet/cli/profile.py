@@ -32,7 +32,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(prog="bullet-profile", description="Measure kernels against SMs, fit devices to tables, show either. Each "
                     "command has its own --help.")
     commands = parser.add_subparsers(dest="command", required=True,
-                                     metavar="check | sweep | gpu | stages | table | compare | import | fit | show")
+                                     metavar="check | sweep | gpu | stages | table | compare | import | fit | plot | show")
     for name, text in MEASURING:
         commands.add_parser(name, help=text, add_help=False)
     fit.add_commands(commands)

@@ -113,8 +113,8 @@ def _slowdowns(out: Agreement, rows: Sequence[Row], others: Sequence[Row]) -> No
                          f"+- {100 * WITHIN * error:.2f}")
         if beyond > allowed:
             out.against.append(f"{beyond} of {len(own)} {lane} slow-downs lie outside their intervals, {allowed} could by chance")
-        # Half a per cent is of no consequence to any decision, however sure.
-        if abs(mean) > max(WITHIN * error, 0.005):
+        # A per cent is of no consequence to any decision, however sure.
+        if abs(mean) > max(WITHIN * error, 0.01):
             out.against.append(f"{lane} slow-downs differ by {100 * mean:+.1f} % on the whole, +- {100 * WITHIN * error:.1f}")
 
 

@@ -39,7 +39,8 @@ def _rows_of(summary: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Texts as a table, escaped."""
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
@@ -51,7 +52,7 @@ def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], p
     """One self-contained file: table, plots with their captions, every figure, configuration."""
     columns = columns_of(summaries)
     head = ["system", *(f"{group} {name}".strip() for group, name, _, _ in columns)]
-    parts = [_html_table(head, [[label(s), *(cell_text(s.get(key), form) for _, _, key, form in columns)] for s in summaries]),
+    parts = [html_table(head, [[label(s), *(cell_text(s.get(key), form) for _, _, key, form in columns)] for s in summaries]),
              f"<p>{html.escape(' '.join(notes_on(summaries)))}</p>"]
     for caption, picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
@@ -59,7 +60,7 @@ def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], p
         parts.append(f'<h2>{text}</h2><img alt="{text}" src="data:image/png;base64,{data}">')
     figures = [_rows_of(s) for s in summaries]
     keys = dict.fromkeys(key for rows in figures for key in rows)
-    parts.append("<h2>Every figure</h2>" + _html_table(["", *map(label, summaries)],
+    parts.append("<h2>Every figure</h2>" + html_table(["", *map(label, summaries)],
                                                        [[key, *(rows.get(key, "-") for rows in figures)] for key in keys]))
     whose = "" if len(summaries) == 1 else f" of {label(summaries[0])} (the others' policies: config.toml in their folders)"
     parts.append(f"<h2>Configuration{html.escape(whose)}</h2><pre>{html.escape(config_toml)}</pre>")

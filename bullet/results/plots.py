@@ -28,7 +28,8 @@ WINDOW_S = 10.0
 """Seconds of a run that the SM plot shows step by step."""
 
 
-def _figure(width: float, height: float) -> Figure:
+def figure_of(width: float, height: float) -> Figure:
+    """Empty, in inches, without pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -37,7 +38,8 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _tidy(axes: Any, x: str, y: str) -> None:
+def tidy(axes: Any, x: str, y: str) -> None:
+    """Names of the axes with their units, a light grid, no box."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3, linewidth=0.6)
@@ -69,7 +71,7 @@ def _cdf(axes: Any, values: NDArray[np.float64], name: str, index: int) -> None:
 
 def plot_cdfs(requests: Sequence[RequestTable], summaries: Sequence[Mapping[str, Any]]) -> Figure:
     """TTFT and TPOT of finished requests, one curve a system, objectives as vertical lines."""
-    figure = _figure(10, 4.4)
+    figure = figure_of(10, 4.4)
     left, right = figure.subplots(1, 2, sharey=True)
     for i, (table, summary) in enumerate(zip(requests, summaries, strict=True)):
         _cdf(left, metrics.ttft_s(table) * 1e3, label(summary), i)
@@ -84,8 +86,8 @@ def plot_cdfs(requests: Sequence[RequestTable], summaries: Sequence[Mapping[str,
             axes.annotate(f"{name}\n{limit:.0f} ms", (limit, 0.02), xytext=(4, 0), textcoords="offset points", fontsize=7.5,
                           bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0})
     left.set_ylim(0, 1.02)
-    _tidy(left, "time to first token, TTFT (ms, log scale)", "share of finished requests")
-    _tidy(right, "time per output token, TPOT (ms, log scale)", "")
+    tidy(left, "time to first token, TTFT (ms, log scale)", "share of finished requests")
+    tidy(right, "time per output token, TPOT (ms, log scale)", "")
     for axes in (left, right):
         axes.grid(which="minor", axis="x", alpha=0.12, linewidth=0.5)
     if len(requests) > 1:
@@ -172,7 +174,7 @@ def plot_sm_share(steps: StepTable, summary: Mapping[str, Any], window_s: float 
     from matplotlib.ticker import MaxNLocator
 
     num_sms = summary["num_sms"]
-    figure = _figure(11.5, 5.0)
+    figure = figure_of(11.5, 5.0)
     (whole, zoom), (whole_queue, zoom_queue) = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=(3, 1))
     present: list[int] = []
     if len(steps):
@@ -218,10 +220,10 @@ def plot_sm_share(steps: StepTable, summary: Mapping[str, Any], window_s: float 
         zoom.set_title(f"{high - low:.3g} s from its middle, step by step", fontsize=8.5)
     whole.set_ylim(0, num_sms)
     whole_queue.set_ylim(bottom=0)
-    _tidy(whole, "", f"SMs held (of {num_sms}):\nprefill from below, decode from above")
-    _tidy(zoom, "", "")
-    _tidy(whole_queue, f"{summary['source']} time (s)", "waiting\nrequests")
-    _tidy(zoom_queue, f"{summary['source']} time (s)", "")
+    tidy(whole, "", f"SMs held (of {num_sms}):\nprefill from below, decode from above")
+    tidy(zoom, "", "")
+    tidy(whole_queue, f"{summary['source']} time (s)", "waiting\nrequests")
+    tidy(zoom_queue, f"{summary['source']} time (s)", "")
     whole_queue.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     handles = [Patch(color=_KINDS[i][1], alpha=_ALPHA, linewidth=0, label=_KINDS[i][0]) for i in present]
     if summary["sm_share"].get("shared"):
@@ -238,7 +240,7 @@ _SM_TIME = (("prefill_only", "prefill", COLOURS[0], ""), ("hybrid", "chunked bat
 
 def plot_comparison(summaries: Sequence[Mapping[str, Any]]) -> Figure:
     """Latencies (mean, and a tick at P90), throughput, attainment in both readings, and where SM time went."""
-    figure = _figure(11.5, 6.2)
+    figure = figure_of(11.5, 6.2)
     panels = figure.subplots(2, 3).ravel()
     systems = [label(s).replace(" (", "\n(") for s in summaries]
     places = np.arange(len(systems))
@@ -278,7 +280,7 @@ def plot_comparison(summaries: Sequence[Mapping[str, Any]]) -> Figure:
 def plot_validation(requests: Mapping[str, Mapping[str, NDArray[np.float64]]],
                     counts: Mapping[str, Mapping[str, NDArray[np.float64]]], title: str) -> Figure:
     """A recorded run and its replay, by name: distributions of TTFT, TPOT and latency; requests running and waiting in time."""
-    figure = _figure(11, 6.2)
+    figure = figure_of(11, 6.2)
     grid = figure.add_gridspec(2, 6)
     panels = (("ttft", "TTFT, s", 1.0), ("tpot", "TPOT, ms", 1e3), ("latency", "latency, s", 1.0))
     for place, (metric, text, factor) in enumerate(panels):
@@ -287,14 +289,14 @@ def plot_validation(requests: Mapping[str, Mapping[str, NDArray[np.float64]]],
             ordered = np.sort(values[metric]) * factor
             axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color=COLOURS[index],
                       linestyle=STYLES[index], label=name)
-        _tidy(axes, text, "share of requests" if place == 0 else "")
+        tidy(axes, text, "share of requests" if place == 0 else "")
         if place == 0:
             axes.legend(frameon=False)
     for place, name in enumerate(("running", "waiting")):
         axes = figure.add_subplot(grid[1, 3 * place:3 * place + 3])
         for index, series in enumerate(counts.values()):
             axes.step(series["t"], series[name], where="post", color=COLOURS[index], linestyle=STYLES[index], linewidth=1.0)
-        _tidy(axes, "time, s", f"requests {name}")
+        tidy(axes, "time, s", f"requests {name}")
     figure.suptitle(title)
     return figure
 
@@ -304,7 +306,7 @@ def plot_bands(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, fl
     """A panel a figure, a curve a system: points (x, mean, half the width of the mean's interval or ``None``), a band where there
     is one."""
     rows = (len(panels) + 2) // 3
-    figure = _figure(11.5, 0.6 + 2.9 * rows)
+    figure = figure_of(11.5, 0.6 + 2.9 * rows)
     names = list(dict.fromkeys(name for _, curves in panels for name in curves))
     for axes, (label_text, curves) in zip(figure.subplots(rows, 3, squeeze=False).ravel(), panels, strict=False):
         for name, points in curves.items():
@@ -316,7 +318,7 @@ def plot_bands(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, fl
             half = np.array([0.0 if p[2] is None else p[2] for p in points])
             if half.any():
                 axes.fill_between(at, mean - half, mean + half, color=colour, alpha=0.18, linewidth=0)
-        _tidy(axes, x, label_text)
+        tidy(axes, x, label_text)
     for axes in figure.axes[len(panels):]:
         axes.remove()
     if names != [""]:
@@ -328,7 +330,7 @@ def plot_bands(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, fl
 
 def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Figure:
     """Simulated over measured against measured seconds, a colour a group; the band is 10 % either way."""
-    figure = _figure(9, 4.6)
+    figure = figure_of(9, 4.6)
     axes = figure.add_subplot()
     for index, (name, pairs) in enumerate(groups.items()):
         measured, simulated = np.array(pairs).T
@@ -337,7 +339,7 @@ def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str)
     axes.axhspan(0.9, 1.1, color="0.92", zorder=0)
     axes.axhline(1.0, color="0.5", linewidth=0.8)
     axes.set_xscale("log")
-    _tidy(axes, "measured, s", "simulated / measured")
+    tidy(axes, "measured, s", "simulated / measured")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(title)
     return figure
