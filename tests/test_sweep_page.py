@@ -94,7 +94,8 @@ def test_two_sweeps_of_one_card_agree_and_those_of_two_do_not(rows, tmp_path, ca
     other = same_ids(DryCard(2, **(TRUTH | {"decode_contention_loss": 0.5})).sweep())
     found = compare_rows(rows, other, "a", "b")
     assert not found.agree
-    assert "decode_contention_loss" in found.verdict
+    assert "contention_loss" in found.verdict
+    assert not any("prefill" in line for line in found.against)  # which was not changed
     for name, table in (("a", rows), ("b", other)):
         (tmp_path / name).mkdir()
         write_parquet(tmp_path / name / "samples.parquet", table, {})

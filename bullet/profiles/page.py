@@ -7,15 +7,13 @@ What is drawn is the rows'; the lines over them are a fit of the same rows, in t
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import html
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +31,7 @@ from bullet.profiles.rows import Row
 from bullet.profiles.sm_axis import AXIS
 from bullet.profiles.sweeps import model_of, of_implementation, read_rows
 from bullet.results.page import html_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bullet.results.sweep_plots import png_text
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -87,7 +83,8 @@ def page(folder: Path, out: Path, *, model: str | None = None, replace: bool = F
     for title, words, figure in _figures(own, drawn, on):
         parts.append(f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>")
         if figure is not None:
-            parts.append(f'<div class="wide"><img alt="{html.escape(title)}" src="data:image/png;base64,{_png(figure)}"></div>')
+            data = png_text(figure)
+            parts.append(_wide(f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'))
     parts.append("<h2>Coefficients, with 99 % intervals</h2>" + _wide(html_table(["", "value", "from", "to"], [
         [name, f"{getattr(drawn.device.coefficients, name):.4g}", f"{low:.4g}", f"{high:.4g}"]
         for name, (low, high) in drawn.intervals.items()])) if drawn.intervals else "")
@@ -102,12 +99,6 @@ def page(folder: Path, out: Path, *, model: str | None = None, replace: bool = F
 
 def _wide(text: str) -> str:
     return f'<div class="wide">{text}</div>'
-
-
-def _png(figure: Figure) -> str:
-    data = io.BytesIO()
-    figure.savefig(data, format="png", metadata={"Software": None})
-    return base64.b64encode(data.getvalue()).decode()
 
 
 def _fit(rows: Sequence[Row], model: ModelSpec) -> _Drawn:
@@ -156,11 +147,11 @@ def _facts(rows: Sequence[Row], drawn: _Drawn) -> list[list[str]]:
     return facts
 
 
-def _figures(rows: Sequence[Row], drawn: _Drawn, on: str) -> list[tuple[str, str, Figure | None]]:
+def _figures(rows: Sequence[Row], drawn: _Drawn, on: str) -> list[tuple[str, str, Any]]:
     """Title, a sentence for who reads it first, and the picture, or none where no row tells."""
     from bullet.results import sweep_plots as plots
 
-    out: list[tuple[str, str, Figure | None]] = []
+    out: list[tuple[str, str, Any]] = []
     sides, splits, pairs = _heat(rows)
     unproven = " ? marks a partition that was not proven." if any("?" in split for split in splits) else ""
     out.append(("What co-running costs", (

@@ -6,6 +6,8 @@ Each function takes plain numbers and returns a matplotlib ``Figure``; none read
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +28,13 @@ class Line(NamedTuple):
     measured: Sequence[float]
     fit_sms: Sequence[float]
     fitted: Sequence[float]
+
+
+def png_text(figure: Figure) -> str:
+    """As PNG in base 64, for a page that holds its pictures."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", metadata={"Software": None})
+    return base64.b64encode(data.getvalue()).decode()
 
 
 def plain_ticks(value: float, position: int | None = None) -> str:
@@ -52,8 +61,9 @@ def plot_heat(sides: Mapping[str, Mapping[tuple[str, str], float]], splits: Sequ
     top = max((*values, 1.1))
     for axes, (side, cells) in zip(panels, sides.items(), strict=True):
         grid = np.array([[cells.get((pair, split), np.nan) for split in splits] for pair in pairs])
-        image = axes.pcolormesh(np.arange(len(splits) + 1), np.arange(len(pairs) + 1), np.ma.masked_invalid(grid), cmap="Blues",
-                                vmin=1.0, vmax=top, edgecolor="white", linewidth=1.0)
+        # What is not a number stays as the panel behind it.
+        image = axes.pcolormesh(np.arange(len(splits) + 1), np.arange(len(pairs) + 1), grid, cmap="Blues", vmin=1.0, vmax=top,
+                                edgecolor="white", linewidth=1.0)
         axes.set_facecolor("0.88")
         for row in range(len(pairs)):
             for column in range(len(splits)):
