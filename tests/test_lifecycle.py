@@ -250,6 +250,7 @@ def test_a_folder_that_nobody_can_name_is_one_line(out: str | None, words: str, 
     where = tmp_path / "here"
     where.mkdir()
     process = child("run", *SMALL, *(["--out", out] if out else []), cwd=where,
+                    environment={"PYTHONPATH": str(Path(files.__file__).parents[1])},
                     preexec_fn=None if out and not out.isascii() else where.rmdir)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2

@@ -23,6 +23,7 @@ from bullet.cli.run import main as real
 from bullet.cli.sim import main as sim
 from bullet.results.folder import load_run
 
+ROOT = str(Path(__file__).parents[1])
 DEEP = "[" * 100_000
 HUGE = "9" * 6000
 
@@ -117,7 +118,8 @@ def test_a_number_beyond_all_use_is_refused_or_runs(key: str, value: str, tmp_pa
 def limited(bytes_: int, tmp_path: Path, *command: str) -> tuple[int, str]:
     """A command of its own in so much address space; killed where it spins."""
     run = subprocess.run([sys.executable, "-c", "import sys; from bullet.cli.sim import main; sys.exit(main())", *command],
-                         env={k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}, cwd=tmp_path, text=True,
+                         env={**{k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}, "PYTHONPATH": ROOT},
+                         cwd=tmp_path, text=True,
                          capture_output=True, timeout=120, check=False, stdin=subprocess.DEVNULL,
                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_)))
     return run.returncode, run.stderr
