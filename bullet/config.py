@@ -213,6 +213,8 @@ class DeviceConfig:
 
     Host time that no kernel hides, *assumed* 0: ``host_step_s`` in every step (a prefill cut by layers carries its share),
     ``host_prefill_step_s`` more in one with a prompt, ``host_request_s`` from a request's arrival until the scheduler sees it.
+    Each launch costs ``host_launch_s`` (deciding, submitting) and ``device_launch_s`` (until its first block runs), however few
+    layers it has: *assumed* 0. The paper's Table 5 has 10.2e-6 for a prediction, one part of the former.
     """
 
     model: str = "llama-3.1-8b"
@@ -228,6 +230,8 @@ class DeviceConfig:
     publish_delay_s: float = 0.21 * MILLI
     reconfigure_s: float = 4.1e-6
     host_step_s: float = 0.0
+    host_launch_s: float = 0.0
+    device_launch_s: float = 0.0
     host_prefill_step_s: float = 0.0
     host_request_s: float = 0.0
     noise_std: float = 0.0
@@ -250,7 +254,8 @@ class DeviceConfig:
         require(self.kv_dtype in ("auto", "fp8", "16"), "device.kv_dtype (--kv-dtype)", self.kv_dtype, "auto, fp8 or 16")
         require(self.max_model_len is None or self.max_model_len > 0, "device.max_model_len (--max-model-len)",
                 self.max_model_len, "a positive number of tokens")
-        for name in ("publish_delay_s", "reconfigure_s", "host_step_s", "host_prefill_step_s", "host_request_s"):
+        for name in ("publish_delay_s", "reconfigure_s", "host_step_s", "host_prefill_step_s",
+                     "host_request_s", "host_launch_s", "device_launch_s"):
             require(0 <= getattr(self, name) <= 1, f"device.{name}", getattr(self, name), "0 to 1 s")
         require(0 <= self.noise_std <= 1, "device.noise_std", self.noise_std, "0 to 1 (relative)")
         require(self.partition_step_sms >= 1, "device.partition_step_sms", self.partition_step_sms, "1 or more")

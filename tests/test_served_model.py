@@ -8,7 +8,7 @@ import pytest
 from bullet import api
 from bullet.cli.sim import main
 from bullet.config import DeviceConfig, load_run_config
-from bullet.devices.load import kv_capacity_tokens, load_device, served_model
+from bullet.devices.load import host_label, kv_capacity_tokens, load_device, served_model
 from bullet.errors import ConfigError
 from tests.worlds import run, times
 
@@ -59,6 +59,18 @@ def test_host_time_is_added_to_steps_and_requests(policy: str) -> None:
     for i, (_, _, output) in enumerate(rows):
         assert found[i][0] - plain[i][0] == pytest.approx(0.018, abs=1e-9)
         assert found[i][1] - plain[i][1] == pytest.approx(0.018 + 0.010 * (output - 1), abs=1e-9)
+
+
+@pytest.mark.parametrize(("policy", "layers", "launches"), [("vllm-2048", None, 1), ("static-96", 4, 8), ("static-96", 32, 1)])
+def test_a_launch_costs_however_few_layers_it_has(policy: str, layers: int | None, launches: int) -> None:
+    """One request alone: 1 + 2 ms a launch. A prefill of 32 layers is one, or eight of four layers; each iteration is one."""
+    rows = [(0.0, 500, 11)]
+    options = {} if layers is None else {"policy__options": {"layers_per_step": layers}}
+    first, finish = times(run(policy, rows, **options))[0]
+    later, end = times(run(policy, rows, **options, device__host_launch_s=0.001, device__device_launch_s=0.002))[0]
+    assert later - first == pytest.approx(0.003 * launches, abs=1e-9)
+    assert end - finish == pytest.approx(0.003 * (launches + 10), abs=1e-9)
+    assert host_label(DeviceConfig(host_launch_s=0.001)) == "; host time 1 ms a launch"
 
 
 def test_small_model_host_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

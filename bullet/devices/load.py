@@ -42,7 +42,8 @@ def served_model(config: DeviceConfig) -> ModelSpec:
 def host_label(config: DeviceConfig) -> str:
     """The host time that a run adds, for the device's label; empty where there is none."""
     parts = [f"{getattr(config, name) * 1e3:.3g} ms {what}" for name, what in (
-        ("host_step_s", "a step"), ("host_prefill_step_s", "more with a prompt"), ("host_request_s", "a request"))
+        ("host_step_s", "a step"), ("host_prefill_step_s", "more with a prompt"), ("host_request_s", "a request"),
+        ("host_launch_s", "a launch"), ("device_launch_s", "of the device a launch"))
         if getattr(config, name)]
     return f"; host time {', '.join(parts)}" if parts else ""
 

@@ -39,8 +39,10 @@ class Entry(NamedTuple):
 
 POLICIES: dict[str, Entry] = {
     "bullet": Entry("Algorithm 1: dynamic SM split under a performance model", True, "bullet:Bullet"),
-    "bullet-literal": Entry("Algorithm 1 to the letter: no decode floor, no cap on a step, late first", True,
+    "bullet-literal": Entry("Algorithm 1 to the letter: no cap on a step, late first", True,
                             "bullet:BulletLiteral"),
+    "bullet-plus": Entry("ours: Algorithm 1 with other splits under KV pressure, stricter TPOT, a share for the overdue", True,
+                         "plus:BulletPlus"),
     "static-P": Entry("fixed split, prefill on P SMs, decode on the rest; free tails (MuxServe-like)", False, "static:Static"),
     "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, "static:Naive"),
     "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, "chunked:Sglang"),

@@ -78,7 +78,7 @@ def real_config(config: RunConfig) -> RunConfig:
         raise ConfigError("device.kv_dtype = 'fp8': the engine keeps KV in the width of its activations")
     return dataclasses.replace(config, device=dataclasses.replace(
         config.device, publish_delay_s=0.0, reconfigure_s=0.0, noise_std=0.0, host_step_s=0.0, host_prefill_step_s=0.0,
-        host_request_s=0.0))
+        host_request_s=0.0, host_launch_s=0.0, device_launch_s=0.0))
 
 
 def estimator_device(model: ModelSpec, gpu: GpuSpec, profile: StepProfile | None) -> Device:

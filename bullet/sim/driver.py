@@ -62,8 +62,12 @@ class Simulation(Bookkeeping):
         if self.two_lanes:
             self.lanes[0].other, self.lanes[1].other = self.lanes[1], self.lanes[0]
         self.delay_s = config.device.publish_delay_s
-        self.reconfigure_s, self.host_step_s = config.device.reconfigure_s, config.device.host_step_s
-        self.host_prompt_step_s = config.device.host_step_s + config.device.host_prefill_step_s
+        self.reconfigure_s = config.device.reconfigure_s
+        # Of each launch; of a whole iteration or batch, its launch included; of all of a prefill's layers, without.
+        self.launch_s = launch_s = config.device.host_launch_s + config.device.device_launch_s
+        self.host_step_s = config.device.host_step_s + launch_s
+        self.host_prefill_s = config.device.host_step_s + config.device.host_prefill_step_s
+        self.host_prompt_step_s = self.host_prefill_s + launch_s
         self.custom = is_custom(config.policy.name)
         self.debug = config.debug
         self.legal_sms = {int(sms) for sms in (*splits.prefill_sms, *splits.decode_sms)}
@@ -269,7 +273,7 @@ class Simulation(Bookkeeping):
             work = self._begin_prefill(step, now)
             batch = state.prefill
             assert batch is not None
-            extra_s += self.host_prompt_step_s * step.layers / batch.num_layers - self.host_step_s
+            extra_s += self.launch_s + self.host_prefill_s * step.layers / batch.num_layers - self.host_step_s
             gpu.prefill = Flight(step, work, now, extra_s, factor,
                                  (batch.total_tokens, 0, 0, batch.layers_done, step.layers, queue_length,
                                   kv.total_blocks - kv.free_blocks, target_p, target_d))

@@ -30,7 +30,7 @@ def test_one_line_a_family() -> None:
     for _, text in describe():
         assert text
         assert "\n" not in text
-    assert {name for name, entry in POLICIES.items() if entry.estimator} == {"bullet", "bullet-literal"}
+    assert {name for name, entry in POLICIES.items() if entry.estimator} == {"bullet", "bullet-literal", "bullet-plus"}
 
 
 WHOLE = """

@@ -20,7 +20,7 @@ from bullet.policies.custom import Custom
 from bullet.results import metrics
 from bullet.state import DECODE, HYBRID, PREFILL, Chunk, DecodeStep, HybridStep, PrefillStep, Wait
 
-POLICIES = ("bullet", "bullet-literal", "static-6", "naive", "sglang-64", "sglang-64-mixed", "vllm-256")
+POLICIES = ("bullet", "bullet-literal", "bullet-plus", "static-6", "naive", "sglang-64", "sglang-64-mixed", "vllm-256")
 MS = 1e-3
 
 

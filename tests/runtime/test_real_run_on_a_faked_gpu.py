@@ -63,7 +63,7 @@ def served(machine, monkeypatch, tmp_path):  # noqa: F811
     return start
 
 
-@pytest.mark.parametrize("policy", ["bullet", "bullet-literal", "naive", "static-64", "static-104", "sglang-64",
+@pytest.mark.parametrize("policy", ["bullet", "bullet-literal", "bullet-plus", "naive", "static-64", "static-104", "sglang-64",
                                     "sglang-64-mixed", "vllm-256"])
 def test_a_real_run_opens_a_gpu_proves_captures_serves_and_leaves_nothing(served, capsys, policy):
     status, out, gpu = served(policy)

@@ -20,7 +20,7 @@ from bullet.runtime.serve import recheck
 from bullet.state import Partition, PrefillStep
 from tests.test_fuzz_readers import MUTATIONS, besiege
 
-POLICIES = ("bullet", "bullet-literal", "static-6", "sglang-64", "vllm-256")
+POLICIES = ("bullet", "bullet-literal", "bullet-plus", "static-6", "sglang-64", "vllm-256")
 
 
 def rows(count=25):

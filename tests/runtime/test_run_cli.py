@@ -140,7 +140,7 @@ def test_without_torch_it_says_so(trace, tmp_path, capsys):
 
 
 @needs_torch
-@pytest.mark.parametrize("policy", ["bullet", "naive", "sglang-64", "vllm-256"])
+@pytest.mark.parametrize("policy", ["bullet", "bullet-plus", "naive", "sglang-64", "vllm-256"])
 def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path, capsys, policy):
     out = tmp_path / "out"
     assert run(*replay_args(trace, model, out, policy), "--record", tmp_path / "r.jsonl") == 0
@@ -156,7 +156,7 @@ def test_a_replay_on_the_cpu_leaves_the_simulators_folder(trace, model, tmp_path
     assert (stored.requests["first_token_s"] > stored.requests["arrival_s"]).all()
     host = json.loads((out / "timing.json").read_text())["host"]
     assert host["prediction"]["count"] > 0
-    assert (host["hand_over"]["count"] > 0) == (policy in ("bullet", "naive"))
+    assert (host["hand_over"]["count"] > 0) == (policy in ("bullet", "bullet-plus", "naive"))
     assert run("recheck", tmp_path / "r.jsonl") == 0
     assert "a fresh policy decides the same" in capsys.readouterr().out
     assert run(*replay_args(trace, model, out, policy)) == 2

@@ -32,7 +32,7 @@ from bullet.workload import Workload
 from tests.checks import step_rows
 from tests.worlds import A100, FixedDevice, config, run, run_with, times
 
-FAMILIES = ("bullet", "bullet-literal", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
+FAMILIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
 
 # Bursts, long and short, on a cache that makes every family preempt.
 RNG = np.random.default_rng(8)

@@ -30,7 +30,7 @@ from bullet.state import (
 )
 from tests.worlds import FixedDevice, config, run, run_with, times, workload
 
-FAMILIES = ("bullet", "bullet-literal", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
+FAMILIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
 
 
 class Policy:

@@ -29,7 +29,7 @@ from bullet.state import DECODE, PREFILL, DecodeStep, PrefillStep, Step, SystemS
 from tests.checks import finished, step_rows
 from tests.worlds import A100, FixedDevice, config, run, run_with, workload
 
-FAMILIES = ("bullet", "bullet-literal", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
+FAMILIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
 RNG = np.random.default_rng(2)
 # About the device's speed, so that lanes overlap and queues form.
 LOAD = [(float(t), int(p), int(o)) for t, p, o in zip(
@@ -42,6 +42,8 @@ KNOBS = {  # knob: (another value, the policies whose steps it changes; the othe
     "device__contention_scale": (3.0, SHARES),
     "device__publish_delay_s": (0.1, ("bullet",)),
     "device__reconfigure_s": (0.01, ("bullet", "static-96")),  # naive always holds all SMs
+    "device__host_launch_s": (0.001, ALL),
+    "device__device_launch_s": (0.001, ALL),
     "device__noise_std": (0.1, ALL),
     "device__tensor_parallel": (2, ALL),
     "device__gpu": ("h100", ALL),

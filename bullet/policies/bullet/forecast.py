@@ -148,8 +148,9 @@ class StepForecast:
 class Tpot:
     """The decodes' TPOT against its SLO, and the step that comes next."""
 
-    def __init__(self, estimator: Estimator, slo_s: float) -> None:
+    def __init__(self, estimator: Estimator, slo_s: float, one_in: int = 10) -> None:
         self.estimator, self.slo_s = estimator, slo_s
+        self.one_in = one_in  # requests of which one may miss: of 10 it is P90 that must not
         # Kept for speed: the same values would be computed anew.
         self._dues: list[float] = []  # of the decode batch, ascending: see limit
         self._dues_version = 0
@@ -190,7 +191,7 @@ class Tpot:
             iteration += 1
             ahead_s = flight.remaining_s(now_s)
         dues = self._dues if running.version == self._dues_version else self._follow(running)
-        at = (len(dues) + len(ready)) // 10  # P90's order statistic: n - ceil(0.9 n)
+        at = (len(dues) + len(ready)) // self.one_in  # of 10 P90's order statistic: n - ceil(0.9 n)
         if ready:  # those few can move it by no more than their number
             first = max(0, at - len(ready))
             dues = sorted([*dues[first : at + 1], *[_first_token_s(r) + slo * (r.generated - iteration) for r in ready]])
