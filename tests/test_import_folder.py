@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +149,26 @@ def test_a_shard_serves_with_an_all_reduce_that_is_labelled(tmp_path: Path) -> N
     assert more == pytest.approx(4 * 2 * float(np.interp(1, counts, seconds)))  # two in each of 4 layers
 
 
+def test_experts_of_one_gpu_alone_leave_the_other_shards_out_by_name(tmp_path: Path) -> None:
+    """As the public folder of Qwen3-30B-A3B: tp1 and tp2, experts in tp1 alone."""
+    (tmp_path / "moe.json").write_text(json.dumps({
+        "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts": 8,
+        "num_experts_per_tok": 2, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size": 1024, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}))
+    folder = published(tmp_path)
+    dense = (folder / "tp1" / "dense.csv").read_text().splitlines()
+    kept = [line for line in dense if line.partition(",")[0] not in ("gate_up_proj", "act_fn", "down_proj")]
+    (folder / "tp1" / "dense.csv").write_text("\n".join([*kept, *(f"qk_norm,{n},3" for n in (1, 64, 256))]) + "\n")
+    shutil.copytree(folder / "tp1", folder / "tp2")
+    with pytest.raises(ProfileError, match="tp1: gate_up_proj: needs 2 rows"):
+        import_folder(folder, tmp_path / "none", model=str(tmp_path / "moe.json"))
+    (folder / "tp1" / "moe.csv").write_text("tokens,activated_experts,time_us\n" + "".join(
+        f"{n},{e},{50 + e + n}\n" for n in (1, 4, 64, 256) for e in (2, 4, 8) if e <= 2 * n))
+    found = import_folder(folder, tmp_path / "out", model=str(tmp_path / "moe.json"))
+    assert [path.name for path in found.written] == ["samples.parquet", "engine_tables.parquet"]
+    assert found.notes[0].startswith("tp2: no moe.csv, so no engine table")
+
+
 def test_a_query_outside_is_refused_or_the_fits_as_configured(tmp_path: Path) -> None:
     import_folder(published(tmp_path), tmp_path / "out")
     config = {"gpu": "rtxpro6000", "model": "tiny", "timing": str(tmp_path / "out")}
@@ -239,5 +261,10 @@ def test_single_kernels_of_the_other_publishers_by_their_repositorys_paths(tmp_p
                         + "".join(f"{milliseconds},2,{size},2\n" for size in (2048, 4096)))
     found = import_folder(tmp_path / "vidur", tmp_path / "v", model="llama-3.1-8b")
     assert found.gpu.name == "a100-80gb"
+    # Beside a card that is not known here, the one that is asked for.
+    unknown = tmp_path / "vidur" / "data" / "profiling" / "network" / "a40_dgx"
+    shutil.copytree(unknown.with_name("a100_dgx"), unknown)
+    beside = import_folder(tmp_path / "vidur", tmp_path / "b", model="llama-3.1-8b", gpu="a100")
+    assert [(r["op"], r["median_s"]) for r in beside.rows] == [(r["op"], r["median_s"]) for r in found.rows]
     assert [(r["op"], r["num_gpus"], r["message_bytes"], r["median_s"]) for r in found.rows] == [
         ("all_reduce", 2, 2048.0, pytest.approx(5e-5)), ("all_reduce", 2, 4096.0, pytest.approx(5e-5))]

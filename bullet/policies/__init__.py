@@ -47,7 +47,7 @@ POLICIES: dict[str, Entry] = {
     "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, "static:Naive"),
     "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, "chunked:Sglang"),
     "sglang-N-mixed": Entry("the paper's hybrid batch: decodes and chunks in one step of N tokens", False, "chunked:SglangMixed"),
-    "vllm-N": Entry("vLLM 0.8.5 (V1): running first, token budget N, 256 sequences, preemption to the front", False, "vllm:Vllm"),
+    "vllm-N": Entry("vLLM 0.8.5 (V1): running first, token budget N, preemption to the front", False, "vllm:Vllm"),
 }
 
 

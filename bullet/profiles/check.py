@@ -57,6 +57,14 @@ def gpu_of(name: str, where: str, card: GpuSpec | None = None) -> GpuSpec:
                            f"({', '.join(GPUS)}); another card's data sheet goes to --gpu CARD.toml") from None
 
 
+def is_card(name: str, card: GpuSpec) -> bool:
+    """Whether a device name is that card's; one that is not known is another's."""
+    try:
+        return gpu_of(name, name, card) is card
+    except ProfileError:
+        return False
+
+
 def roofline_s(row: Mapping[str, Any], gpu: GpuSpec) -> float:
     """Least seconds that the data sheet allows for the row's SMs' share of compute and all of memory."""
     flops, moved = row["flops"] or 0.0, row["bytes"] or 0.0

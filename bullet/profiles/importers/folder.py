@@ -28,7 +28,7 @@ from bullet.devices.table_skew import FILE as SKEW_FILE
 from bullet.errors import ProfileError, ResultsError
 from bullet.files import Claim
 from bullet.parquet import write_table
-from bullet.profiles.check import check_samples, gpu_of
+from bullet.profiles.check import check_samples, gpu_of, is_card
 from bullet.profiles.importers import aiconfigurator, llmservingsim, vidur
 from bullet.profiles.importers.reading import number_repeats
 from bullet.profiles.rows import Row, write_parquet
@@ -97,7 +97,7 @@ def import_folder(folder: Path, out: Path, *, gpu: str | None = None, model: str
     named = [name for publisher, own in zip((aiconfigurator, vidur), tables, strict=True) for name in publisher.cards(own)]
     if gpu is not None and not gpu.endswith(".toml"):
         wanted = get_gpu(gpu)
-        named = [name for name in named if gpu_of(name, str(folder)) is wanted] or named
+        named = [name for name in named if is_card(name, wanted)] or named
     card = named_gpu(gpu, named, folder)
     models = {name for own in tables[1:] for name in vidur.models(own)}
     spec = named_model(model, next(iter(models)) if len(models) == 1 else None, folder)
@@ -128,7 +128,13 @@ def _llmservingsim(folder: Path, found: Sequence[Path], out: Path, gpu: str | No
             "repository": llmservingsim.REPOSITORY, "commit": commit or "not in the folder",
             "licence": licence or "not in the folder"}
     files, notes = [], []
-    for degree in meta.degrees:
+    # The publisher measures experts on one GPU alone and spreads them whole: other shards' tables lack them.
+    without = [n for n in meta.degrees if spec.num_experts and not (meta.path / f"tp{n}" / llmservingsim.EXPERTS_FILE).is_file()]
+    if len(without) < len(meta.degrees):
+        notes = [f"tp{n}: no {llmservingsim.EXPERTS_FILE}, so no engine table: a step of {spec.name} has experts" for n in without]
+    else:
+        without = []  # what such tables lack is said
+    for degree in (n for n in meta.degrees if n not in without):
         shard = llmservingsim.shard_rows(meta, degree)
         path = table_path(out, degree)
         tables = tables_from_rows(shard, meta.source, str(meta.path / f"tp{degree}"))

@@ -42,6 +42,7 @@ ORIGIN = Origin(REPOSITORY, COMMIT, "vllm 0.19.0", LICENCE, {
     ".csv": PLACE.format(hardware="{hardware}", model="meta-llama/{source}", variant="bf16", degree=1) + "/{table}"})
 OPS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down", "layernorm": "norm",
        "final_layernorm": "norm", "qk_norm": "qk_norm", "rotary_emb": "rope", "act_fn": "act", "embedding": "embedding"}
+EXPERTS_FILE = "moe.csv"
 ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 SKEW = ("n", "kv_mean", "kv_big", "t_mean_us", "t_skew_us")
 SKEW_RATIO = 4.0
@@ -212,7 +213,7 @@ def table_rows(dense: Path, per_sequence: Path, attention: Path, moe: Path | Non
 def shard_rows(folder: Folder, degree: int) -> list[dict[str, Any]]:
     """:func:`table_rows` of one ``tpN``."""
     own = folder.path / f"tp{degree}"
-    moe = own / "moe.csv"
+    moe = own / EXPERTS_FILE
     return list(table_rows(own / "dense.csv", own / "per_sequence.csv", own / "attention.csv", moe if moe.is_file() else None))
 
 

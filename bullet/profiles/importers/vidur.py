@@ -12,7 +12,7 @@ from pathlib import Path
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.errors import ProfileError
-from bullet.profiles.check import A100, H100, gpu_of
+from bullet.profiles.check import A100, H100, is_card
 from bullet.profiles.importers.reading import (
     Origin,
     all_reduce_columns,
@@ -76,10 +76,10 @@ def read_found(tables: Sequence[Path], gpu: GpuSpec, model: ModelSpec, commit: s
     several = len(models(tables)) > 1
     # Links of one topology: all GPUs of a node joined alike where that was measured.
     links = [path for path in tables if path.stem.rpartition("__")[2] == "all_reduce"
-             and (len(cards(tables)) == 1 or gpu_of(_card(path), str(path), gpu) is gpu)]
+             and (len(cards(tables)) == 1 or is_card(_card(path), gpu))]
     link = next(iter(sorted(links, key=lambda path: ("dgx" not in str(path.parent.name) + path.stem, path))), None)
     for path in tables:
-        if len(cards(tables)) > 1 and gpu_of(_card(path), str(path), gpu) is not gpu:
+        if len(cards(tables)) > 1 and not is_card(_card(path), gpu):
             continue
         if path.stem.rpartition("__")[2] == "mlp":
             if several and not _has_shapes(path, model):
