@@ -208,7 +208,7 @@ def over_seeds(config: Config, seeds: int, policies: str | Sequence[str] | None 
     ``seeds.json``); of several policies also the differences from the first, which had the same requests. ``say`` hears that
     table.
     """
-    if not 2 <= seeds <= 10_000:
+    if not isinstance(seeds, int) or not 2 <= seeds <= 10_000:
         raise ConfigError(f"--seeds {seeds}: must be 2 to 10,000: an interval needs two runs")
     from bullet.sweeps import seeds as seeds_of
 

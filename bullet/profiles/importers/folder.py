@@ -130,10 +130,10 @@ def _llmservingsim(folder: Path, found: Sequence[Path], out: Path, gpu: str | No
     files, notes = [], []
     # The publisher measures experts on one GPU alone and spreads them whole: other shards' tables lack them.
     without = [n for n in meta.degrees if spec.num_experts and not (meta.path / f"tp{n}" / llmservingsim.EXPERTS_FILE).is_file()]
-    if len(without) < len(meta.degrees):
-        notes = [f"tp{n}: no {llmservingsim.EXPERTS_FILE}, so no engine table: a step of {spec.name} has experts" for n in without]
-    else:
-        without = []  # what such tables lack is said
+    if without and len(without) == len(meta.degrees):
+        raise ProfileError(f"{meta.path}: no {llmservingsim.EXPERTS_FILE} in any of its tp folders: a step of {spec.name} has "
+                           "experts")
+    notes = [f"tp{n}: no {llmservingsim.EXPERTS_FILE}, so no engine table: a step of {spec.name} has experts" for n in without]
     for degree in (n for n in meta.degrees if n not in without):
         shard = llmservingsim.shard_rows(meta, degree)
         path = table_path(out, degree)
