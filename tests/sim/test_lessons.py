@@ -127,7 +127,9 @@ def test_waits_between_tokens_count_in_tpot_and_in_goodput() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_under_memory_pressure_metrics_are_the_requests_own(name: str) -> None:
     """Vidur: P99 TPOT of 48.0 ms where the requests' lengths give 34.5; inference-sim#1095: gaps counted twice."""
-    outcome = run(name, [(0.3 * (i // 10), 300, 250) for i in range(30)], device__kv_tokens=4_000)
+    # SGLang sets room aside for what requests may generate: announced short, they outgrow it.
+    options = {"assumed_new_tokens": 16} if name.startswith("sglang") else {}
+    outcome = run(name, [(0.3 * (i // 10), 300, 250) for i in range(30)], device__kv_tokens=4_000, policy__options=options)
     done = list(finished(outcome).values())
     assert len(done) == 30
     assert sum(row["preemptions"] for row in done) > 0
