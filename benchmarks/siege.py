@@ -60,7 +60,10 @@ def draw(number: int, seed: int, folder: Path) -> dict[str, Any]:
     gaps = rng.exponential(one_of(0.0, 1e-3, 0.02, 0.2, 2.0), count) * (rng.random(count) < one_of(0.1, 0.5, 1.0))
     prompts = np.clip(rng.lognormal(one_of(2.0, 4.5, 6.5), one_of(0.1, 1.2), count), 1, 20_000).astype(int)
     outputs = np.clip(rng.lognormal(one_of(0.3, 2.0, 4.0), 1.0, count), 1, 600).astype(int)
-    rows = zip(np.cumsum(gaps).tolist(), prompts.tolist(), outputs.tolist(), strict=True)
+    at_s = np.cumsum(gaps)
+    if at_s[-1] < count / 1e5:  # over 100,000 a second is refused as another unit's; at one instant is not
+        at_s[:] = 0.0
+    rows = zip(at_s.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
     trace = folder / "trace.csv"
     lines = "".join(f"{t!r},{p},{o}\n" for t, p, o in rows)
     trace.write_text(f"arrival_s,prompt_tokens,output_tokens\n{lines}", encoding="utf-8")
