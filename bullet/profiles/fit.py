@@ -63,6 +63,9 @@ class Fitted:
             lines.append(f"{name:<28}{getattr(device, name):>9.4g}  99 % interval {low:.4g} to {high:.4g}")
         if device.intervals and "agreement_of_two_sweeps" not in notes:
             lines.append("one sweep: none other was compared with it (bullet-profile fit FIRST SECOND)")
+        if device.intervals and any("no measured row, " in line for line in notes["assumed"]):
+            lines.append("these intervals take kernels as they stand, some of them another card's (below): what is true may lie "
+                         "outside")
         for line in notes["assumed"]:
             if any(words in line for words in NOT_OF_THESE_ROWS):
                 lines.append(f"not of these rows: {line}")
