@@ -192,10 +192,10 @@ def test_a_damaged_flag_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
 
     for text in ("seed=3", "slo.tpot_s=0.2", "policy.options.names=['a', 1.5]", "workload.trace=azure-code"):
         path, count = tmp_path / "flag", 0
-        for seed in range(MUTATIONS // 4):
+        for seed in range(MUTATIONS):
             path.write_bytes(mutated(text.encode(), random.Random(seed)))
             count += refused(path, read) is not None
-        assert count > MUTATIONS // 40
+        assert count > MUTATIONS / 10
 
 
 # ------------------------------------------------------------------------------------------------- archives
@@ -234,7 +234,7 @@ def test_a_flipped_bit_of_a_table_is_never_another_value(tmp_path: Path) -> None
     path = _samples(tmp_path / "samples.parquet")
     good, data = read_parquet(path), path.read_bytes()
     rng, told = random.Random(0), 0
-    for _ in range(MUTATIONS // 4):
+    for _ in range(MUTATIONS):
         at = rng.randrange(8 * len(data))
         path.write_bytes(data[:at // 8] + bytes([data[at // 8] ^ (1 << at % 8)]) + data[at // 8 + 1:])
         try:
@@ -244,7 +244,7 @@ def test_a_flipped_bit_of_a_table_is_never_another_value(tmp_path: Path) -> None
         else:  # the name of the checksum itself was struck: all that was written is there
             assert rows == good[0]
             assert good[1].items() <= metadata.items()
-    assert told > 0.9 * (MUTATIONS // 4)
+    assert told > 0.9 * MUTATIONS
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -256,7 +256,7 @@ def test_a_damaged_table_is_read_or_refused_in_one_line(sealed: bool, tmp_path: 
     if not sealed:
         pq.write_table(pq.read_table(path).replace_schema_metadata(
             {k: v for k, v in pq.read_schema(path).metadata.items() if k != b"bullet_crc32"}), path)
-    _besiege_parquet(path, lambda p: check_samples(read_parquet(p)[0]), MUTATIONS // 8)
+    _besiege_parquet(path, lambda p: check_samples(read_parquet(p)[0]), MUTATIONS)
 
 
 def _besiege_parquet(path: Path, read: Callable[[Path], Any], count: int) -> None:
@@ -277,7 +277,7 @@ def test_damaged_imports_are_read_or_refused_in_one_line(tmp_path: Path) -> None
     pq.write_table(pa.Table.from_pylist([dict.fromkeys(needed, 0.5) | {
         "num_tokens": n, "num_tensor_parallel_workers": 1, "n_embd": 4096} for n in (1, 2, 4)]), path)
     assert vidur.read_mlp(path, A100, LLAMA)
-    _besiege_parquet(path, lambda p: vidur.read_mlp(p, A100, LLAMA), MUTATIONS // 8)
+    _besiege_parquet(path, lambda p: vidur.read_mlp(p, A100, LLAMA), MUTATIONS)
 
 
 @pytest.mark.parametrize("odd", [None, -1, 0, 2**62, 1e300, float("nan"), float("inf"), "", "x", "\x1b[2J", [1], True,
@@ -303,7 +303,7 @@ def test_damaged_kernel_tables_are_read_or_refused_in_one_line(tmp_path: Path) -
     path = tmp_path / FILE
     path.write_bytes((PROFILES / "rtx4090" / "llama-3.1-8b" / FILE).read_bytes())
     data = path.read_bytes()
-    for seed in range(MUTATIONS // 40):
+    for seed in range(MUTATIONS):
         path.write_bytes(mutated(data, random.Random(seed)))
         refused(path, read_tables)
 
@@ -316,10 +316,9 @@ def test_a_damaged_run_folder_is_read_or_refused_in_one_line(tmp_path: Path) -> 
 
     folder = tmp_path / "run"
     simulate({"workload.num_requests": 5, "policy.name": "vllm-1024"}, out=folder, report=False)
-    for file, count in (("summary.json", MUTATIONS // 10), ("config.toml", MUTATIONS // 10),
-                        ("requests.parquet", MUTATIONS // 20), ("steps.parquet", MUTATIONS // 20)):
+    for file in ("summary.json", "config.toml", "requests.parquet", "steps.parquet"):
         good = (folder / file).read_bytes()
-        for seed in range(count):
+        for seed in range(MUTATIONS // 4):
             (folder / file).write_bytes(mutated(good, random.Random(seed)))
             refused(folder, load_run)
         (folder / file).write_bytes(good)
@@ -331,6 +330,6 @@ def test_a_damaged_recorded_run_is_read_or_refused_in_one_line(tmp_path: Path) -
     for path in source.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     good = (tmp_path / "recorded_run.json").read_bytes()
-    for seed in range(MUTATIONS // 40):
+    for seed in range(MUTATIONS):
         (tmp_path / "recorded_run.json").write_bytes(mutated(good, random.Random(seed)))
         refused(tmp_path, lambda p: load_recorded("rtx4090", p))

@@ -174,3 +174,29 @@ def test_a_burst_costs_no_more_a_request_as_it_grows(tmp_path: Path, monkeypatch
         seen.append(looked[0])
     # The last 512 are sorted each time, by either length: nothing grows with the rest.
     assert seen[1] < 1.1 * seen[0] + 4000
+
+
+def test_a_decision_on_named_blocks_costs_no_memory_of_the_whole_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans on what it changes: a copy of the names and the free list of 62,500 blocks takes megabytes a decision."""
+    import tracemalloc
+
+    from bullet.policies.vllm import Vllm
+
+    asked, peaks = Vllm.next_step, []
+
+    def measured(self: Vllm, *given: Any) -> Any:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        answer = asked(self, *given)
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+        return answer
+
+    monkeypatch.setattr(Vllm, "next_step", measured)
+    tracemalloc.start()
+    try:
+        simulate({"workload.trace": "azure-conv", "workload.num_requests": 40, "workload.rate_req_per_s": 20,
+                  "policy.name": "vllm-512", "policy.options.prefix_cache": True, "device.kv_tokens": 1_000_000})
+    finally:
+        tracemalloc.stop()
+    assert len(peaks) > 50
+    assert max(peaks) < 100_000
