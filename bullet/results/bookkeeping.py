@@ -103,22 +103,20 @@ class Bookkeeping:
 
     def arrived(self, now_s: float, let_in: Callable[[Request], None]) -> None:
         """Requests that arrived by now are let in one by one; what can never be served is refused by name."""
-        kv, arrivals, last = self.state.kv, self.arrivals, len(self.arrivals) - 1
-        mean_slo_s = self.mean_slo_s if self.policy_reads_mean else None
+        kv, arrivals = self.state.kv, self.arrivals
         while self.next_arrival_s <= now_s:
             i = self.next_arrival
             if self.sends is not None:
                 arrivals[i] = heappop(self.sends)
             prompt = self.prompts[i]
             total = prompt + self.outputs[i]
-            request = Request(i, arrivals[i], prompt, self.own_slo_s(prompt) if mean_slo_s is None else mean_slo_s)
+            request = Request(i, arrivals[i], prompt, self.ttft_slo_s(prompt))
             request.queued_s = self.next_arrival_s
-            if self.itl_from is None and (self.arrivals[i] >= self.arrivals[0] + self.warm_s if self.warm_requests is None
+            if self.itl_from is None and (arrivals[i] >= arrivals[0] + self.warm_s if self.warm_requests is None
                                           else i >= self.warm_requests):
                 self.itl_from = len(self.itl_s)
             self.next_arrival = i + 1
-            self.next_arrival_s = self._arrival_after(i) if self.sends is not None or i == last else (
-                arrivals[i + 1] + self.host_request_s)
+            self.next_arrival_s = self._arrival_after(i)
             if total <= self.longest_tokens and kv.blocks_for(total - 1) <= kv.total_blocks:
                 let_in(request)
                 continue
@@ -161,7 +159,7 @@ class Bookkeeping:
         """A row of requests.parquet."""
         self.sink.request((request.id, request.arrival_s, request.prompt_tokens, self.outputs[request.id], status, reason,
                            request.admitted_s, request.first_token_s, finish_s, generated, request.preemptions,
-                           self.slo_fixed_s + self.slo_per_token_s * request.prompt_tokens, self.mean_slo_s))
+                           self.own_slo_s(request.prompt_tokens), self.mean_slo_s))
 
     def break_off(self, exc: BaseException) -> BaseException:
         """Whatever stopped the run (Ctrl-C, a stuck policy, a bug): offered = finished + rejected + unfinished. Returns what to

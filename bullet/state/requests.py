@@ -104,8 +104,7 @@ class WaitingQueue:
         self.ttft_slo_s.append(request.ttft_slo_s)
         self.known_tokens.append(request.known_tokens)
         self._by_id[request.id] = request
-        self.changes.append((request, 1))
-        self.version += 1
+        self._changed(request, 1)
 
     def push_front(self, request: Request) -> None:
         """Enqueue a preempted request ahead of all."""
@@ -126,10 +125,9 @@ class WaitingQueue:
     def remove(self, request_id: int) -> Request:
         """Take one request out; ``KeyError`` if it does not wait."""
         request = self._by_id.pop(request_id)
-        index = 0 if self.requests[0] is request else self._index(request)
+        index = self._index(request)
         del self.arrival_s[index], self.ttft_slo_s[index], self.known_tokens[index], self.requests[index]
-        self.changes.append((request, -1))
-        self.version += 1
+        self._changed(request, -1)
         return request
 
     def _index(self, request: Request) -> int:

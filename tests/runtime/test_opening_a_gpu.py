@@ -157,18 +157,24 @@ def test_another_process_on_the_card(machine, tmp_path, capsys):
     assert nothing_left(gpu)
 
 
-def test_a_process_that_comes_later_is_not_confused_with_ourselves(machine, tmp_path, capsys, monkeypatch):
-    gpu = machine(alias="1, python\n")
-    measure, calls = bench_cuda.CudaBench.measure, []
+def another_comes(gpu, monkeypatch, method, point_s):
+    """Another process is on the card from the 31st point on, each ``point_s`` seconds long; the list of points so far."""
+    measure, calls = getattr(bench_cuda.CudaBench, method), []
 
     def arrives(self, point):
         calls.append(point)
-        gpu.time.now += 1.0
+        gpu.time.now += point_s
         if len(calls) == 31:
             gpu.answers["--query-compute-apps=pid,process_name"] += "4711, python\n"
         return measure(self, point)
 
-    monkeypatch.setattr(bench_cuda.CudaBench, "measure", arrives)
+    monkeypatch.setattr(bench_cuda.CudaBench, method, arrives)
+    return calls
+
+
+def test_a_process_that_comes_later_is_not_confused_with_ourselves(machine, tmp_path, capsys, monkeypatch):
+    gpu = machine(alias="1, python\n")
+    calls = another_comes(gpu, monkeypatch, "measure", 1.0)
     assert "another process has come to the GPU (pid 4711 (python))" in error_of(["sweep", "--out", str(tmp_path)], capsys)
     assert len(calls) == 40  # it is seen after the next point, when what nvidia-smi said ten seconds ago no longer stands
     rows = read_journal(tmp_path / "samples.jsonl")[1]
@@ -179,16 +185,7 @@ def test_a_process_that_comes_later_is_not_confused_with_ourselves(machine, tmp_
 def test_beside_a_process_that_comes_later_rows_are_marked_from_then_on(machine, tmp_path, capsys, monkeypatch):
     """Marked, not ended; who came while a point was measured has disturbed that point too."""
     gpu = machine()
-    measure, calls = bench_cuda.CudaBench._measure, []
-
-    def arrives(self, point):
-        calls.append(point)
-        gpu.time.now += 20.0
-        if len(calls) == 31:
-            gpu.answers["--query-compute-apps=pid,process_name"] += "4711, python\n"
-        return measure(self, point)
-
-    monkeypatch.setattr(bench_cuda.CudaBench, "_measure", arrives)
+    calls = another_comes(gpu, monkeypatch, "_measure", 20.0)
     assert profile_cli.main(["sweep", "--part", "corun", "--splits", "112+20", "--budget-s", "60", "--allow-busy", "--out",
                              str(tmp_path)]) == 0
     rows = read_journal(tmp_path / "samples.jsonl")[1]

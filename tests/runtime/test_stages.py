@@ -41,6 +41,15 @@ def fake_python(folder, root=ROOT):
                          "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
 
 
+def on_fakes(python, environment, out, budget_s):
+    """All parts but the engine on the faked card, one split, in processes of their own."""
+    done = subprocess.run([python, "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
+                           budget_s, "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+                          check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
 def run_with(codes, calls):
     """Stands in for a process: the next status of its part."""
     def run(command, limit_s, tick, *, log=None, grace_s=20.0):
@@ -304,10 +313,7 @@ def test_all_parts_on_a_faked_card_of_which_one_loses_the_device(tmp_path):
     python, environment = fake_python(tmp_path)
     out = tmp_path / "out"
     environment |= {"FAKES_FAIL_AT": "600", "FAKES_LOST": str(tmp_path / "lost")}
-    done = subprocess.run([python, "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
-                           "240", "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-                          check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = on_fakes(python, environment, out, "240")
     assert "the GPU answers no more" in done.stderr
     assert "part corun ended with status 3: rows until there are kept; once more in a fresh process" in done.stdout
     progress = json.loads((out / "progress.json").read_text())
@@ -364,10 +370,7 @@ def test_a_process_that_crashes_leaves_its_rows_a_table_and_the_next_goes_on(tmp
     python, environment = fake_python(tmp_path)
     out = tmp_path / "out"
     environment |= {"FAKES_FAIL_AT": "300", "FAKES_LOST": str(tmp_path / "lost"), "FAKES_CRASH": "1"}
-    done = subprocess.run([python, "-m", "bullet.cli.profile", "stages", "--no-engine", "--splits", "112+20", "--budget-s",
-                           "120", "--out", str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-                          check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = on_fakes(python, environment, out, "120")
     assert "part corun ended with status -11: rows until there are kept; once more in a fresh process" in done.stdout
     progress = json.loads((out / "progress.json").read_text())
     (lost,) = progress["lost"]

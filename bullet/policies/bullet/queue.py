@@ -80,6 +80,9 @@ class Ranked:
 class ServiceOrder:
     """Sorts Q and pops batches from it. ``index_of``: index of the split that gives decode so many SMs."""
 
+    batch_tokens = 0
+    """Up to so many a batch may pass the ridge point."""
+
     def __init__(self, estimator: Estimator, splits: SplitTable, index_of: Mapping[int, int], options: Mapping[str, Any]) -> None:
         self.estimator, self.options, self.index_of = estimator, options, index_of
         self.num_sms, self.full = splits.num_sms, splits.full
@@ -187,24 +190,28 @@ class ServiceOrder:
                 order.insert(to, order.pop(at))
 
     def pop(self, state: SystemState, ranked: Ranked | LongRanked, index: int) -> list[Request]:
-        """The head of Q, and more while a layer's flops per byte stay under the ridge point and whole prompts fit.
+        """The head of Q, and more while whole prompts fit and a layer's flops per byte stay under the ridge point, or the
+        batch within ``batch_tokens``.
 
         The ridge point is that of ``index``, the present split: which one follows depends on the batch itself.
         """
         popped: list[Request] = []
         lengths: tuple[int, ...] = ()
-        blocks = 0
+        blocks = total = 0
         kv = state.kv
         pinned: set[tuple[int, int]] = set()
         for request in ranked:
             cost = kv.blocks_to_admit(request, pinned)
             if not fits(state, cost, blocks):
                 break
-            if popped and self.estimator.prefill_intensity(lengths) >= self.estimator.ridge(index):
+            fresh = kv.fresh(request)
+            if popped and total + fresh > self.batch_tokens and (
+                    self.estimator.prefill_intensity(lengths) >= self.estimator.ridge(index)):
                 break
             popped.append(request)
             blocks += cost
-            lengths = (*lengths, kv.fresh(request))
+            total += fresh
+            lengths = (*lengths, fresh)
         return popped
 
     def kv_full(self, state: SystemState, now_s: float, popped: list[Request]) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from bullet.policies.base import PolicyContext, require
 from bullet.policies.bullet.algorithm import OPTIONS, Bullet
 from bullet.policies.bullet.forecast import StepForecast, Tpot, TtftForecast
-from bullet.policies.plus.order import PlusOrder
+from bullet.policies.plus.order import MEMORY, PlusOrder
 from bullet.state import Decision, SystemState
 
 PLUS_OPTIONS: dict[str, Any] = OPTIONS | {
@@ -32,8 +32,6 @@ PLUS_OPTIONS: dict[str, Any] = OPTIONS | {
 }
 LEARNT_FROM = 8
 """Requests that must have left before their mean output is believed."""
-MEMORY = 64
-"""Requests over which the mean output is an average."""
 MEAN_BATCH_TOKENS = 4096
 """Of the prefill that stands for the workload's: far past the ridge point."""
 

@@ -15,12 +15,11 @@ from typing import Any
 
 from bullet.policies.bullet.longqueue import LongRanked
 from bullet.policies.bullet.queue import Ranked, ServiceOrder
-from bullet.policies.twolane import fits
 from bullet.state import Request, SystemState
 
 LONG_PLUS = 2048
 MEMORY = 64
-"""Prompts over which the mean is an average."""
+"""Batches, or requests that left, over which a mean is an average."""
 
 
 class PlusOrder(ServiceOrder):
@@ -29,34 +28,19 @@ class PlusOrder(ServiceOrder):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.long_from = LONG_PLUS
-        self.batch_tokens: int = self.options["batch_tokens"]
+        self.batch_tokens = self.options["batch_tokens"]
         self.overdue_every: int = self.options["overdue_every"]
         self.by_ratio: bool = self.options["late"] == "ratio"
         self.batches = 0  # popped so far
         self.mean_prompt = 0.0
 
     def pop(self, state: SystemState, ranked: Ranked | LongRanked, index: int) -> list[Request]:
-        """As in ``bullet``; past the ridge point too, up to ``batch_tokens``."""
-        popped: list[Request] = []
-        lengths: tuple[int, ...] = ()
-        blocks = total = 0
-        kv = state.kv
-        pinned: set[tuple[int, int]] = set()
-        for request in ranked:
-            cost = kv.blocks_to_admit(request, pinned)
-            if not fits(state, cost, blocks):
-                break
-            fresh = kv.fresh(request)
-            if popped and total + fresh > self.batch_tokens and (
-                    self.estimator.prefill_intensity(lengths) >= self.estimator.ridge(index)):
-                break
-            popped.append(request)
-            blocks += cost
-            total += fresh
-            lengths = (*lengths, fresh)
+        """As in ``bullet``; batches and the length of their prompts are noted."""
+        popped = super().pop(state, ranked, index)
         if popped:
             self.batches += 1
-            self.mean_prompt += (total / len(popped) - self.mean_prompt) / min(self.batches, MEMORY)
+            mean = sum(map(state.kv.fresh, popped)) / len(popped)
+            self.mean_prompt += (mean - self.mean_prompt) / min(self.batches, MEMORY)
         return popped
 
     def _rank(self, waited: list[float], own: list[float], slo: list[float], started: int) -> list[int]:
