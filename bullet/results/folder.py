@@ -27,8 +27,8 @@ from bullet.results.columns import BATCH_ROWS, REQUEST_COLUMNS, STEP_COLUMNS, Re
 
 PART_ROWS = 16384
 """Rows that are held in memory before they go to a part file: 6 MB; a killed run loses no more than these."""
-KEPT_ROWS = 1 << 16
-"""Rows of parts that stay in memory as well: 10 MB."""
+KEPT_ROWS = 1 << 15
+"""Rows of parts that stay in memory as well: 5 MB."""
 IDLE_S, MOST_S = 2.0, 4.0
 """Measured rows go to the disk when they are as old as this and nothing runs, or in any case (:meth:`RunWriter.poll`)."""
 
