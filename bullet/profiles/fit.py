@@ -63,9 +63,8 @@ class Fitted:
             lines.append(f"{name:<28}{getattr(device, name):>9.4g}  99 % interval {low:.4g} to {high:.4g}")
         if device.intervals and "agreement_of_two_sweeps" not in notes:
             lines.append("one sweep: none other was compared with it (bullet-profile fit FIRST SECOND)")
-        if device.intervals and any("no measured row, " in line for line in notes["assumed"]):
-            lines.append("these intervals take kernels as they stand, some of them another card's (below): what is true may lie "
-                         "outside")
+        if device.intervals and (told := borrowed_kernels(device)):
+            lines.append(told)
         for line in notes["assumed"]:
             if any(words in line for words in NOT_OF_THESE_ROWS):
                 lines.append(f"not of these rows: {line}")
@@ -100,6 +99,13 @@ def fit_table(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = N
         if given:
             raise ConfigError(f"{flag}: a CPU's rows are not fitted but interpolated, the engine's steps as they are")
     return Fitted(step_times.profile_of(rows, model), rows, model)
+
+
+def borrowed_kernels(device: DeviceCoefficients) -> str:
+    """What a fit's intervals do not cover, in words; empty where all kernels are of its own rows."""
+    families = [line.partition(":")[0] for line in device.notes["assumed"] if "no measured row, " in line]
+    return (f"These intervals take kernels as they stand, and {', '.join(families)} are another card's: what is true may lie "
+            "outside.") if families else ""
 
 
 def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None, asked: Mapping[str, str] | None = None,

@@ -25,7 +25,7 @@ from bullet.errors import ProfileError, ResultsError
 from bullet.files import write_text
 from bullet.profiles.check import gpu_of
 from bullet.profiles.contention import LAYERS, LOSSES, CorunRows, combination, corun_rows, fit_contention
-from bullet.profiles.fit import fit_samples
+from bullet.profiles.fit import borrowed_kernels, fit_samples
 from bullet.profiles.layer_axis import LayersOnSms, axis_of_layers, layer_rows
 from bullet.profiles.rows import Row
 from bullet.profiles.sm_axis import AXIS
@@ -85,7 +85,8 @@ def page(folder: Path, out: Path, *, model: str | None = None, replace: bool = F
         if figure is not None:
             data = png_text(figure)
             parts.append(_wide(f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'))
-    parts.append("<h2>Coefficients, with 99 % intervals</h2>" + _wide(html_table(["", "value", "from", "to"], [
+    told = html.escape(borrowed_kernels(drawn.device.coefficients))
+    parts.append(f"<h2>Coefficients, with 99 % intervals</h2><p>{told}</p>" + _wide(html_table(["", "value", "from", "to"], [
         [name, f"{getattr(drawn.device.coefficients, name):.4g}", f"{low:.4g}", f"{high:.4g}"]
         for name, (low, high) in drawn.intervals.items()])) if drawn.intervals else "")
     parts.append("<h2>Errors on rows that a fit has not seen, %</h2>" + _wide(html_table(["", "rows", "median", "P90", "worst"], [
@@ -136,7 +137,7 @@ def _facts(rows: Sequence[Row], drawn: _Drawn) -> list[list[str]]:
     drifts = [abs(r["drift"]) for r in rows if r["drift"] is not None]
     cells = {r["cell"] for r in rows if r["cell"]}
     facts = [["card", f"{first['gpu']}, {first['device_sms']} SMs"], ["model", str(first["model"])],
-             ["measured", " to ".join(sorted({min(times), max(times)}))],
+             ["rows taken", " to ".join(sorted({min(times), max(times)}))],
              ["software", ", ".join(f"{k} {first[k]}" for k in ("driver", "cuda", "torch", "triton") if first[k]) or "-"],
              ["rows on a partition", ", ".join(f"{n} {kind}" for kind, n in proven.items() if n)],
              ["cells, rows in all", f"{len(cells)}, {len(rows)}"],
@@ -157,7 +158,7 @@ def _figures(rows: Sequence[Row], drawn: _Drawn, on: str) -> list[tuple[str, str
     out.append(("What co-running costs", (
         "How many times longer a layer of one phase takes while the other runs beside it, by how the SMs are split and by "
         "sizes; mean over visits. Colours end at the largest of the splits." + unproven) if pairs
-        else "No layers were measured beside each other.", plots.plot_heat(sides, splits, pairs, on) if pairs else None))
+        else "No layers ran beside each other.", plots.plot_heat(sides, splits, pairs, on) if pairs else None))
     alone = layer_rows(rows)
     data = LayersOnSms(alone, drawn.device) if alone else None
     if data is not None:
@@ -178,7 +179,7 @@ def _figures(rows: Sequence[Row], drawn: _Drawn, on: str) -> list[tuple[str, str
     controls = _controls(rows)
     out.append(("What each control costs", (
         "A layer beside a load of one kind: nothing, arithmetic of little power, tensor cores, a stream that stays in L2, a "
-        "stream from memory.") if controls else "No control was measured.",
+        "stream from memory.") if controls else "No control was taken.",
         plots.plot_controls(controls, on) if controls else None))
     return out
 

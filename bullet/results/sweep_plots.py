@@ -71,7 +71,7 @@ def plot_heat(sides: Mapping[str, Mapping[tuple[str, str], float]], splits: Sequ
                 dark = np.isfinite(value) and value > 1 + 0.6 * (top - 1)
                 axes.text(column + 0.5, row + 0.5, "-" if np.isnan(value) else f"{value:.2f}", ha="center", va="center",
                           fontsize=8, color="white" if dark else "black")
-        axes.set_xticks(np.arange(len(splits)) + 0.5, splits, fontsize=8)
+        axes.set_xticks(np.arange(len(splits)) + 0.5, splits, fontsize=8, rotation=90 if len(splits) > 8 else 0)
         axes.set_yticks(np.arange(len(pairs)) + 0.5, pairs, fontsize=8)
         axes.set_ylim(len(pairs), 0)
         axes.tick_params(length=0)
@@ -123,11 +123,11 @@ def plot_residuals(measured: Mapping[str, Sequence[float]], predicted: Mapping[s
         ratio = 100 * (np.array(columns["predicted"]) / np.array(columns["measured"]) - 1)
         right.scatter(np.array(columns["sms"]) + (i - 0.5) * 0.8, ratio, s=14, color=COLOURS[i], marker=MARKERS[i], alpha=0.8,
                       label=side)
-    for axes, x, title in ((left, "slow-down as measured", "slow-downs"),
+    for axes, x, title in ((left, "slow-down of the row", "slow-downs"),
                            (right, "SMs of the lane", "seconds alone against SMs")):
         axes.axhspan(-5, 5, color="0.93", zorder=0)
         axes.axhline(0, color="0.5", linewidth=0.8)
-        tidy(axes, x, "fit over measured, %")
+        tidy(axes, x, "fit over row, %")
         axes.set_title(f"{title} (band: 5 %)", fontsize=9.5)
     _below(figure, left if measured else right, 2)
     figure.suptitle(on, fontsize=9)
