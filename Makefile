@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Tests run in so many processes; auto: one a core.
+JOBS ?= auto
 
 .PHONY: lockstep gpu-validate gpu-plan demo test test-core test-torch test-triton39 lint gpu clean
 
@@ -49,11 +51,11 @@ lint: $(VENV)/.test
 test: lint test-core test-torch
 
 test-core: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 # The profiler with torch and triton: no kernel runs, Triton compiles for sm_80, sm_89 and sm_90 without a GPU.
 test-torch: $(TORCH_VENV)/.test
-	$(TORCH_VENV)/bin/python -m pytest tests/runtime tests/kernels tests/test_tables.py
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) tests/runtime tests/kernels tests/test_tables.py
 
 # The same kernels on Triton 3.9, by hand: an environment of its own. (3.9 warns where the default of its fusion is unset.)
 test-triton39:
