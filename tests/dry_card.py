@@ -73,10 +73,10 @@ class DryCard:
             return self.device.prefill_work([(size, 0)], 1, logits_seqs=0)
         return self.device.hybrid_work((), size, size * CONTEXT, logits_seqs=0, layers=1)
 
-    def use(self, shape: tuple[str, int], sms: int, rate: float, inverse: float) -> tuple[float, float]:
-        """Bytes/s that a lane alone draws, and the share of all SM time that its GEMMs fill."""
+    def use(self, shape: tuple[str, int], sms: int, part: float, inverse: float) -> tuple[float, float]:
+        """Bytes/s that a lane alone draws with a part of its SMs' time, and the share of all SM time that its GEMMs fill."""
         work = self.work(shape)
-        seconds = self.device._corun_seconds(work, sms, rate, inverse)
+        seconds = self.device._corun_seconds(work, sms, 0, part, inverse)
         return work.bytes / seconds, work.gemm_sm_s() / (N * seconds)
 
     def grants(self, own: float, other: float) -> tuple[float, float]:
@@ -89,8 +89,7 @@ class DryCard:
 
     def seconds(self, shape: tuple[str, int], sms: int) -> float:
         """Alone, at this moment's clock."""
-        return self.device._corun_seconds(self.work(shape), sms, self.device._rate[sms] * self.drift(),
-                                          self.device._inverse_bandwidth[sms])
+        return self.device._corun_seconds(self.work(shape), sms, 0, self.drift(), self.device._inverse_bandwidth[sms])
 
     # ------------------------------------------------------------------------------------- what a window gives
 
@@ -124,7 +123,7 @@ class DryCard:
         self.row("anchor", "full", shape, N, None, self.window(self.seconds(shape, N)), self.drift())
 
     def beside(self, lane: str, shape: tuple[str, int], sms: int, use: tuple[float, float], own: tuple[float, float],
-               rate: float, inverse: float, arithmetic: float | None = None) -> tuple[float, float]:
+               part: float, inverse: float, arithmetic: float | None = None) -> tuple[float, float]:
         """Seconds beside a load of that use (bytes/s, GEMMs' share of SM time), and how much of its clock is left."""
         granted, other = self.grants(own[0], use[0])
         side = 0 if lane == "prefill" else 1
@@ -132,7 +131,7 @@ class DryCard:
         left = 1 - self.device.losses[side] * share - self.device.l2_losses[side] * use[1]
         arithmetic = use[1] if arithmetic is None else arithmetic
         clock = math.exp(-self.clock["clock_loss_arithmetic"] * arithmetic - self.clock["clock_loss_bandwidth"] * share)
-        seconds = self.device._corun_seconds(self.work(shape), sms, rate * clock * self.drift(),
+        seconds = self.device._corun_seconds(self.work(shape), sms, 0, part * clock * self.drift(),
                                              inverse * own[0] / granted / left)
         return seconds, clock
 
@@ -142,11 +141,10 @@ class DryCard:
         sms = {"prefill": split or N, "decode": N - split if split else N}
         part = {"prefill": share, "decode": 1 - share} if split is None else dict.fromkeys(sms, 1.0)
         rate, inverse = self.device._rate, self.device._inverse_bandwidth
-        lane_rate = {lane: rate[sms[lane]] * part[lane] for lane in sms}
         lane_inverse = {lane: inverse[sms[lane]] if split else 1 / self.device.bandwidth_share(part[lane] * N) for lane in sms}
         name = f"{tokens}|{batch}|{split}|{sharing}|visit {replicate}"
         alone: dict[str, list[float]] = {"prefill": [], "decode": []}
-        use = {lane: self.use(shapes[lane], sms[lane], lane_rate[lane], lane_inverse[lane]) for lane in sms}
+        use = {lane: self.use(shapes[lane], sms[lane], part[lane], lane_inverse[lane]) for lane in sms}
         for step, running in enumerate(("prefill", "decode", "both", "decode", "prefill")):
             self.now_s += CELL_S / 5
             if running != "both":
@@ -158,7 +156,7 @@ class DryCard:
                 continue
             found = []
             for lane, other in (("prefill", "decode"), ("decode", "prefill")):
-                both_s, left = self.beside(lane, shapes[lane], sms[lane], use[other], use[lane], lane_rate[lane],
+                both_s, left = self.beside(lane, shapes[lane], sms[lane], use[other], use[lane], part[lane],
                                            lane_inverse[lane])
                 seconds = self.window(self.seconds(shapes[lane], sms[lane]), both_s)
                 op, size = shapes[other]
@@ -179,8 +177,8 @@ class DryCard:
         l2_rate = L2_BYTES_PER_FLOP * GPU.peak_flops * self.coefficients.gemm_tiles[0][2]
         streams = {"memory_stream": (0.95 * self.device.bandwidth_share(N - sms) * self.device._peak_bytes_per_s, 0.0),
                    "l2_stream": (0.0, 0.45 * (N - sms) / N)}
-        own, use = self.use(shape, sms, rate, inverse), streams.get(control, (0.0, 0.0))
-        both_s, left = self.beside(lane, shape, sms, use, own, rate, inverse, (N - sms) / N if control == "tensor_spin" else 0.0)
+        own, use = self.use(shape, sms, 1.0, inverse), streams.get(control, (0.0, 0.0))
+        both_s, left = self.beside(lane, shape, sms, use, own, 1.0, inverse, (N - sms) / N if control == "tensor_spin" else 0.0)
         name, alone = f"{control}|{lane}|{split}", []
         moved = {"memory_stream": self.grants(own[0], use[0])[1], "l2_stream": use[1] * l2_rate}.get(control)
         for step, running in enumerate(("a", "ab", "a")):

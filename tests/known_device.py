@@ -38,12 +38,11 @@ def seconds_of(device: DeviceModel, shape: Shape, sms: int) -> float:
         work = device.prefill_work([(shape.tokens // shape.batch, shape.context_tokens)] * shape.batch, 1, logits_seqs=0)
         return device.solo_seconds(work, sms)
     (kernel,) = kernels_of(model, shape)
-    rate = min(c.rate_cap, 1 + c.rate_slope * (1 - sms / gpu.num_sms))
     if op.startswith("gemm"):
-        (block_s, blocks, moved_s), overhead_s = fit_sms._terms(
+        (tiles, moved_s), overhead_s = fit_sms._terms(
             "gemm", (kernel.rows, kernel.columns, kernel.k), device)
     elif op == "decode_attention":
-        (block_s, blocks, moved_s), overhead_s = fit_sms._terms(op, (shape.batch, shape.context_tokens), device)
+        (tiles, moved_s), overhead_s = fit_sms._terms(op, (shape.batch, shape.context_tokens), device)
     elif op == "prefill_attention":
         new = shape.tokens // shape.batch
         moved = prefill_attention(model, [(new, shape.context_tokens)] * shape.batch).bytes
@@ -52,13 +51,19 @@ def seconds_of(device: DeviceModel, shape: Shape, sms: int) -> float:
             np.array([float(shape.batch)]), np.array([float(new)]), model.num_heads, model.head_dim, attention, gpu,
             np.array([float(shape.context_tokens)]))[0])
         blocks = -(-new // 128) * model.num_heads * shape.batch
-        block_s = whole_s / -(-blocks // gpu.num_sms)
+        tiles = ((whole_s / -(-blocks // gpu.num_sms), blocks),)
         moved_s = moved / (gpu.mem_bytes_per_s * c.peak_bandwidth)
         overhead_s = c.prefill_attention_overhead_s
     else:  # row by row; a copy as fast as the best of them
         share = c.rowwise_bandwidth.get(op, max(c.rowwise_bandwidth.values()))
         return kernel.bytes / (gpu.mem_bytes_per_s * share) * inverse + c.rowwise_overhead_s
-    return max(-(-blocks // sms) * block_s / rate, moved_s * inverse) + overhead_s
+
+    def computed_s(block_s: float, blocks: int) -> float:
+        waves = -(-blocks // sms)
+        busy = min(gpu.num_sms, -(-blocks // (waves - 1)) - 1) if waves > 1 else gpu.num_sms
+        return waves * block_s / min(c.rate_cap, 1 + c.rate_slope * (1 - busy / gpu.num_sms))
+
+    return max(min(computed_s(*tile) for tile in tiles), moved_s * inverse) + overhead_s
 
 
 class KnownRates:

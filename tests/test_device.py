@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from bullet.config import DeviceConfig
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import kv_capacity_tokens, load_device
-from bullet.devices.terms import FittedWork, Row
+from bullet.devices.terms import FittedWork, Row, compute_seconds
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
 
@@ -33,7 +34,7 @@ REAL = load_device(DeviceConfig())
 
 def step(compute: tuple[float, int] = (0.0, 0), bytes_s: float = 0.0, bytes_: float = 0.0) -> FittedWork:
     """One kernel: (seconds a block, blocks), seconds of its bytes on the whole device."""
-    row = Row(((compute[0], compute[1], bytes_s),), 0.0, 0.0, bytes_)
+    row = Row(((((compute[0], compute[1]),), bytes_s),), 0.0, 0.0, bytes_)
     return FittedWork(1, row, None, (), 0.0, 0.0, bytes_)
 
 
@@ -53,8 +54,9 @@ def test_waves_stretch_compute_only() -> None:
 def test_few_busy_sms_run_faster_each() -> None:
     device = toy(rate_slope=0.5, rate_cap=1.2)
     assert device.solo_seconds(step((1.0, 10)), 10) == 1.0
-    assert device.solo_seconds(step((1.0, 8)), 8) == pytest.approx(1 / 1.1)  # 1 + 0.5 (1 - 0.8)
-    assert device.solo_seconds(step((1.0, 2)), 2) == pytest.approx(1 / 1.2)  # capped
+    assert device.solo_seconds(step((1.0, 16)), 8) == pytest.approx(2.0)  # two waves, as on up to 15 SMs: of which there are 10
+    assert device.solo_seconds(step((1.0, 40)), 8) == pytest.approx(5 / (1 + 0.5 * (1 - 0.9)))  # five, as on 9: 1.05
+    assert device.solo_seconds(step((1.0, 40)), 2) == pytest.approx(20 / 1.2)  # capped
 
 
 def test_max_min_sharing_by_hand() -> None:
@@ -250,7 +252,7 @@ def test_a_step_holds_the_operations_and_bytes_of_its_kernels() -> None:
         head = work.head_kernels(REAL.model, 6, tp)
         assert step.bytes == pytest.approx(32 * sum(k.bytes for k in kernels) + sum(k.bytes for k in head)
                                            + work.embedding_bytes(REAL.model, 835), rel=1e-12)
-        (block_s, blocks, _), _ = step.attention
+        (((block_s, blocks),), _), _ = step.attention
         operations = block_s * blocks * coefficients.prefill_attention_efficiency * REAL.gpu.peak_flops / REAL.gpu.num_sms
         assert operations == pytest.approx(work.prefill_attention(REAL.model, pieces, tp).flops, rel=1e-12)
 
@@ -266,10 +268,102 @@ def test_the_embedding_runs_once_a_step() -> None:
 def test_a_bound_by_bytes_gemm_takes_the_tile_with_least_arithmetic() -> None:
     """Decode: a wide tile is as fast on the whole device, but its padding would show on few SMs."""
     device = toy(gemm_tiles=((128, 256, 1.0), (64, 64, 1.0)))
-    block_s, blocks, moved_s = device.gemm_term(work.gemm("g", 1, 256, 2, 2))
-    assert blocks == 4  # ceil(256 / 64) of the small one, where the wide would be a single block
+    tiles, moved_s = device.gemm_term(work.gemm("g", 1, 256, 2, 2))
+    # ceil(256 / 64) blocks of the small one, or a single wide one of eight times the arithmetic.
+    small, wide = (2.0 * rows * columns * 2 * 10 / 1000 for rows, columns in ((64, 64), (128, 256)))
+    assert tiles == ((wide, 1), (small, 4))
     assert moved_s > 0
-    assert block_s == 2.0 * 64 * 64 * 2 * 10 / 1000
+    assert [compute_seconds(tiles, sms, 0, [1.0] * 11) for sms in (10, 4, 2, 1)] == [small, small, 2 * small, 4 * small]
+
+
+def test_a_tile_is_chosen_for_the_sms_at_hand() -> None:
+    """Of 512 columns: 2 blocks of a wide tile or 8 of a small one, an eighth of its work and less efficient. On 8 SMs or 4 the
+    small one is faster; on 2 its four waves of 1.25 / 8 are still faster than the wide one's single 1; on 1 too."""
+    device = toy(gemm_tiles=((128, 256, 1.0), (128, 64, 0.8)))
+    tiles, _ = device.gemm_term(work.gemm("g", 128, 512, 2, 2))
+    (wide, _), (small, _) = tiles
+    assert [blocks for _, blocks in tiles] == [2, 8]
+    assert small == pytest.approx(wide / 4 / 0.8)
+    # Waves of the small one: 1, 2, 4, 8; of the wide one 1 down to 2 SMs.
+    found = [compute_seconds(tiles, sms, 0, [1.0] * 11) for sms in (8, 4, 2, 1)]
+    assert found == pytest.approx([small, 2 * small, min(4 * small, wide), min(8 * small, 2 * wide)])
+    assert found[2] == wide  # 4 x 0.3125 = 1.25 of it
+
+
+def test_equal_waves_take_equal_time() -> None:
+    """8 blocks keep 8 SMs busy on 8 SMs, on 9 and on 10: clocks are those of the whole device on each. On 7 two waves are needed,
+    as on 4 to 7: there 3 SMs at least have nothing to do."""
+    device = toy(rate_slope=0.5, rate_cap=1.4)
+    assert [device.solo_seconds(step((1.0, 8)), p) for p in (10, 9, 8)] == [1.0, 1.0, 1.0]
+    assert [device.solo_seconds(step((1.0, 8)), p) for p in (7, 5, 4)] == [pytest.approx(2 / (1 + 0.5 * 0.3))] * 3
+    assert device.solo_seconds(step((1.0, 8)), 1) == pytest.approx(8 / 1.4)  # on 1 SM alone: 1.45, capped
+
+
+fits = st.builds(
+    lambda slope, cap, knee, sharpness, efficiencies, block_s: dataclasses.replace(
+        REAL.coefficients, rate_slope=slope, rate_cap=cap, bandwidth_knee=knee, bandwidth_sharpness=sharpness,
+        gemm_block_overhead_s=block_s, gemm_tiles=tuple((rows, columns, share) for (rows, columns, _), share in zip(
+            REAL.coefficients.gemm_tiles, efficiencies, strict=True))),
+    st.floats(0, 0.5), st.floats(1, 1.3), st.floats(0.1, 1.0), st.floats(0.5, 10), st.tuples(*[st.floats(0.5, 1)] * 4),
+    st.floats(0, 5e-6))
+"""Coefficients about those that fits find."""
+served = st.tuples(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(GPUS)), fits)
+
+
+def made(chosen: tuple[str, str, DeviceCoefficients]) -> DeviceModel:
+    model, gpu, coefficients = chosen
+    return DeviceModel(MODELS[model], GPUS[gpu], coefficients)
+
+
+@settings(max_examples=60, deadline=None)
+@given(served, works)
+def test_no_step_takes_longer_on_more_sms(chosen: tuple[str, str, DeviceCoefficients], shape: tuple[int, int, int]) -> None:
+    """Alone, on any model and card."""
+    device, (tokens, seqs, context) = made(chosen), shape
+    n = device.num_sms
+    steps = [device.prefill_work([(tokens, 0)], 1, logits_seqs=1), device.decode_work(seqs, seqs + context),
+             device.hybrid_work([(tokens, 0)], seqs, seqs + context, logits_seqs=seqs)]
+    for one in steps:
+        seconds = [device.solo_seconds(one, sms) for sms in range(1, n + 1)]
+        assert all(more <= fewer * (1 + 1e-12) for fewer, more in pairwise(seconds))
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100", "rtx4090"])
+def test_beside_another_step_more_sms_cost_little(gpu: str) -> None:
+    """Contention is of averages (docs/model.md): on more SMs a step draws more bandwidth on average over its kernels and is
+    throttled as a whole, also those kernels that drew as much before. Largest rise found over what fewer SMs took: 4.8 %."""
+    device, rng = load_device(DeviceConfig(gpu=gpu)), np.random.default_rng(0)
+    n = device.num_sms
+    for _ in range(100):
+        tokens, cached, seqs, context = (int(rng.choice(values)) for values in (
+            (1, 16, 100, 300, 1000, 4000, 16000), (0, 500, 4000), (1, 8, 64, 256), (100, 1000, 4000)))
+        prefill, decode = device.prefill_work([(tokens, cached)], 1, logits_seqs=1), device.decode_work(seqs, seqs * context)
+        held = int(rng.integers(1, n - 2))
+        free = range(1, n - held + 1)
+        for seconds in ([device.corun_seconds(prefill, p, decode, held)[0] for p in free],
+                        [device.corun_seconds(prefill, held, decode, d)[1] for d in free]):
+            assert (np.array(seconds) <= 1.05 * np.minimum.accumulate(seconds)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(served, st.integers(1, 4000), st.integers(1, 400), st.data())
+def test_more_tokens_take_longer(chosen: tuple[str, str, DeviceCoefficients], tokens: int, seqs: int,
+                                 data: st.DataObject) -> None:
+    """But for attention where a tile of 128 query rows is begun: its blocks are twice as many and on average half as long."""
+    device = made(chosen)
+    if device.model.num_experts:
+        return  # which experts a token meets is a mean, and blocks are rounded
+    sms = data.draw(st.integers(1, device.num_sms))
+
+    def prefill(count: int) -> float:
+        return device.solo_seconds(device.prefill_work([(count, 0)], 1, logits_seqs=1), sms)
+
+    longer = tokens + data.draw(st.integers(1, 300))
+    slack = 0.0 if -(-longer // 128) == -(-tokens // 128) else 0.03
+    assert prefill(longer) >= prefill(tokens) * (1 - slack - 1e-12)
+    context = 500 * seqs
+    more = device.solo_seconds(device.decode_work(seqs + 1, context + 500), sms)
+    assert more >= device.solo_seconds(device.decode_work(seqs, context), sms) * (1 - 1e-12)
 
 
 def test_decode_attention_waits_for_the_longer_of_cache_and_sequences() -> None:

@@ -17,6 +17,7 @@ from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import load_device
 from bullet.devices.lookup import lookup
+from bullet.devices.terms import compute_seconds
 from bullet.errors import ProfileError
 from bullet.profiles import forms as fit
 from bullet.profiles import kernels as fit_profile
@@ -189,10 +190,10 @@ def sweep_of(device: DeviceModel, sms: tuple[int, ...]) -> dict[str, fit_sms.Swe
     found: dict[str, fit_sms.Sweep] = {}
     for op, own in shapes.items():
         for shape in own:
-            (block_s, blocks, moved_s), overhead_s = fit_sms._terms(op, shape, device)
+            (tiles, moved_s), overhead_s = fit_sms._terms(op, shape, device)
+            rates = [min(c.rate_cap, 1 + c.rate_slope * (1 - p / 108)) for p in range(109)]
             found.setdefault(op, {})[shape] = {
-                p: max(np.ceil(blocks / p) * block_s / min(c.rate_cap, 1 + c.rate_slope * (1 - p / 108)),
-                       moved_s / device.bandwidth_share(p)) + overhead_s + 1e-5 for p in sms}
+                p: max(compute_seconds(tiles, p, 0, rates), moved_s / device.bandwidth_share(p)) + overhead_s + 1e-5 for p in sms}
     return found
 
 

@@ -3,8 +3,9 @@
     kernel seconds = max(ceil(q / p) * c / rate(busy),  m / bandwidth(p) * s) + overhead
 
 ``q`` thread blocks on ``p`` SMs take ``ceil(q / p)`` waves of ``c`` seconds each, so waves stretch the compute term
-only. ``rate(busy)`` is the per-SM speed against all busy SMs of the chip: with few busy there is power to spare and
-clocks are higher. ``bandwidth(p)`` saturates softly. ``s >= 1`` is what contention for memory costs:
+only; a GEMM takes the tile that computes fastest on these SMs. ``rate(busy)`` is the per-SM speed against all busy SMs of the
+chip: with few busy there is power to spare and clocks are higher. ``bandwidth(p)`` saturates softly. ``s >= 1`` is what
+contention for memory costs:
 
     u = a lane's solo bytes / solo seconds;   g = its max-min share of the device's bandwidth, g <= u
     s = u / (g (1 - loss * g_other / D_peak - l2_loss * a_other)),   a = SM time that a lane's GEMMs fill, of all SMs'
@@ -20,7 +21,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients
-from bullet.devices.terms import Curve, FittedWork, Row, Term, step_seconds_all
+from bullet.devices.terms import Curve, FittedWork, Row, Term, Tiles, compute_seconds, step_seconds_all
 from bullet.errors import ConfigError
 from bullet.state import SplitTable
 
@@ -108,7 +108,7 @@ class DeviceModel(Device):
         self._gemm_byte_s = 1 / (gpu.mem_bytes_per_s * c.gemm_bandwidth)
         #: All tiles' rows are multiples of it.
         self._tile_rows = math.gcd(*(rows for rows, _, _ in c.gemm_tiles))
-        self._tilings_of: dict[tuple[int, int, int, float], tuple[float, int]] = {}
+        self._tilings_of: dict[tuple[int, int, int, float], Tiles] = {}
         self._tiles_of: dict[tuple[int, float], list[tuple[int, int, float]]] = {}
         self._head_lines = self._lines(lambda seqs: work_model.head_kernels(model, seqs, tensor_parallel))
         self._dense_lines: list[tuple[float, ...]] = []
@@ -147,7 +147,7 @@ class DeviceModel(Device):
         if self._context_op_s:
             block_s += self._context_op_s * context / (self.num_sms * num_seqs)
         return FittedWork(
-            layers, dense, head, ((block_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
+            layers, dense, head, ((((block_s, self.num_sms * num_seqs),), moved / self._decode_bytes_per_s),),
             self._decode_fixed_s, self._host_gap_s, layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
@@ -176,7 +176,7 @@ class DeviceModel(Device):
             blocks = tiles * self._chunk_heads
             padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts) + self._past_flops * cached
             block_s = padded / blocks * self._op_s / c.prefill_attention_efficiency
-            attention = ((block_s, blocks, bytes_ / self._peak_bytes_per_s),)
+            attention = ((((block_s, blocks),), bytes_ / self._peak_bytes_per_s),)
             fixed_s = c.prefill_attention_overhead_s
         if num_seqs:
             read: float = context_tokens
@@ -185,7 +185,7 @@ class DeviceModel(Device):
             moved = self._query_bytes * num_seqs + self._context_bytes * read
             # Split-KV cuts a sequence into as many blocks as fill the device: N a sequence, so waves do not show.
             block_s = self._decode_seq_s + self._context_op_s * read / (self.num_sms * num_seqs)
-            attention = (*attention, (block_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s))
+            attention = (*attention, (((block_s, self.num_sms * num_seqs),), moved / self._decode_bytes_per_s))
             fixed_s += self._decode_fixed_s
             bytes_ += moved
         dense = self._dense.get(tokens) or self._dense_row(tokens)
@@ -238,17 +238,17 @@ class DeviceModel(Device):
     def kernel_seconds(self, kernels: Sequence[work_model.KernelWork]) -> float:
         """Dense kernels one after the other, alone on the whole device."""
         n = self.num_sms
-        return self._row(kernels, 0.0).seconds(n, self._rate[n], self._inverse_bandwidth[n])
+        return self._row(kernels, 0.0).seconds(n, self._rate, self._inverse_bandwidth[n])
 
     def dense_seconds(self, tokens: int) -> float:
         """All layers' kernels but attention, embedding and all-reduces included, alone on the whole device."""
         n = self.num_sms
-        return self._num_layers * self._dense_row(tokens).seconds(n, self._rate[n], self._inverse_bandwidth[n])
+        return self._num_layers * self._dense_row(tokens).seconds(n, self._rate, self._inverse_bandwidth[n])
 
     def head_seconds(self, seqs: int) -> float:
         """Final norm and LM head, alone on the whole device."""
         n = self.num_sms
-        return self._head_row(seqs).seconds(n, self._rate[n], self._inverse_bandwidth[n])
+        return self._head_row(seqs).seconds(n, self._rate, self._inverse_bandwidth[n])
 
     def attention_seconds(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int) -> float:
         """All layers' attention, alone on the whole device."""
@@ -273,8 +273,8 @@ class DeviceModel(Device):
             moved = bytes_1 + more * more_bytes
             bytes_ += moved
             if k:
-                tile = self._tilings_of.get((columns, k, filled, speed)) or self._tiling(count, columns, k, 1.0, speed)
-                gemms.append((*tile, moved * self._gemm_byte_s))
+                tiles = self._tilings_of.get((columns, k, filled, speed)) or self._tilings(count, columns, k, 1.0, speed)
+                gemms.append((tiles, moved * self._gemm_byte_s))
                 fixed_s += c.gemm_overhead_s
             else:
                 row_s += moved / per_s
@@ -285,27 +285,29 @@ class DeviceModel(Device):
         """One GEMM. Mixture of experts: rows are spread over experts, each padded to its own tiles."""
         whole = -(-kernel.rows // work_model.GEMM_TILE[0]) * -(-kernel.columns // work_model.GEMM_TILE[1])
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
-        block_s, blocks = self._tiling(kernel.rows, kernel.columns, kernel.k, groups, kernel.speed)
-        return block_s * kernel.share, blocks, kernel.bytes * self._gemm_byte_s
+        tiles = self._tilings(kernel.rows, kernel.columns, kernel.k, groups, kernel.speed)
+        if kernel.share != 1:
+            tiles = tuple((block_s * kernel.share, blocks) for block_s, blocks in tiles)
+        return tiles, kernel.bytes * self._gemm_byte_s
 
-    def _tiling(self, rows: int, columns: int, k: int, groups: float = 1.0, speed: float = 1.0) -> tuple[float, int]:
-        """Seconds of a block, and blocks, with the tile that computes fastest on the whole device: the library chooses
-        without knowing of partitions.
+    def _tilings(self, rows: int, columns: int, k: int, groups: float = 1.0, speed: float = 1.0) -> Tiles:
+        """Seconds of a block, and blocks, of each tile that is fastest on some SMs: which one, the SMs at hand decide.
 
         Where bytes bound several tiles alike (decode) that is the one with the least arithmetic: a wide tile, mostly empty,
         would wait for bandwidth on all SMs and for its own padding on a few.
         """
-        found = []
+        found: list[tuple[float, int]] = []
         for tile_rows, tile_columns, block_s in self._tiles(k, speed):
             blocks = -(-rows // tile_rows) * -(-columns // tile_columns)
             if groups != 1.0:
                 blocks = max(1, round(groups * blocks))
-            found.append((-(-blocks // self.num_sms) * block_s, block_s, blocks))
-        _, block_s, blocks = min(found, key=itemgetter(0))
+            found.append((block_s, blocks))
+        tiles = tuple(one for i, one in enumerate(found) if not any(
+            other[0] <= one[0] and other[1] <= one[1] and (other != one or j < i) for j, other in enumerate(found)))
         if self.cache and groups == 1.0:
             # of all rows that fill the same tiles
-            self._tilings_of[columns, k, -(-rows // self._tile_rows), speed] = block_s, blocks
-        return block_s, blocks
+            self._tilings_of[columns, k, -(-rows // self._tile_rows), speed] = tiles
+        return tiles
 
     def _tiles(self, k: int, speed: float) -> list[tuple[int, int, float]]:
         """Rows, columns and seconds of a block of each tile, for one inner dimension."""
@@ -331,14 +333,14 @@ class DeviceModel(Device):
     def solo_seconds(self, work: FittedWork, sms: int) -> float:
         if work.solo_sms == sms:
             return work.solo_s
-        rate, inverse = self._rate[sms], self._inverse_bandwidth[sms]
+        rates, inverse = self._rate, self._inverse_bandwidth[sms]
         dense, head = work.dense, work.head
         seconds = dense.solo_s.get(sms)
         if seconds is None:
             seconds = self._row_solo(dense, sms)
         seconds += work.attention_fixed_s
-        for block_s, blocks, moved_s in work.attention:
-            compute_s = -(-blocks // sms) * block_s / rate
+        for tiles, moved_s in work.attention:
+            compute_s = compute_seconds(tiles, sms, 0, rates)
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
         seconds = seconds * work.layers + work.fixed_s
@@ -364,41 +366,43 @@ class DeviceModel(Device):
         if line is None:
             work = self.decode_work(num_seqs, context_tokens)
             assert work.head is not None
-            ((block_s, blocks, _),) = work.attention
+            ((tiles, _),) = work.attention
             line = self._decode_lines[num_seqs, sms] = (
-                self._row_solo(work.dense, sms) + work.attention_fixed_s, -(-blocks // sms) * block_s / self._rate[sms],
+                self._row_solo(work.dense, sms) + work.attention_fixed_s, compute_seconds(tiles, sms, 0, self._rate),
                 self._query_bytes * num_seqs, self._inverse_bandwidth[sms], work.fixed_s, self._row_solo(work.head, sms))
         rest_s, compute_s, query_bytes, inverse, fixed_s, head_s = line
         memory_s = (query_bytes + self._context_bytes * context_tokens) / self._decode_bytes_per_s * inverse
         return (rest_s + (compute_s if compute_s > memory_s else memory_s)) * self._num_layers + fixed_s + head_s
 
     def _row_solo(self, row: Row, sms: int) -> float:
-        seconds = row.seconds(sms, self._rate[sms], self._inverse_bandwidth[sms])
+        seconds = row.seconds(sms, self._rate, self._inverse_bandwidth[sms])
         if self.cache:
             row.solo_s[sms] = seconds
         return seconds
 
-    def _corun_seconds(self, work: FittedWork, sms: int, rate: float, inverse: float) -> float:
-        """Beside another step: rows come as curves, for ``inverse`` hardly ever repeats."""
-        corners, constants, slopes = work.dense.curves.get((sms, rate)) or self._curve(work.dense, sms, rate)
+    def _corun_seconds(self, work: FittedWork, sms: int, beside: int, share: float, inverse: float) -> float:
+        """Beside another step on ``beside`` SMs, with a ``share`` of its own SMs' time: rows come as curves, for ``inverse``
+        hardly ever repeats."""
+        key, rates = (sms, beside, share), self._rate
+        corners, constants, slopes = work.dense.curves.get(key) or self._curve(work.dense, key)
         i = bisect_left(corners, inverse)
         seconds = constants[i] + slopes[i] * inverse + work.attention_fixed_s
-        for block_s, blocks, moved_s in work.attention:
-            compute_s = -(-blocks // sms) * block_s / rate
+        for tiles, moved_s in work.attention:
+            compute_s = compute_seconds(tiles, sms, beside, rates) / share
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
         seconds = seconds * work.layers + work.fixed_s
         head = work.head
         if head is not None:
-            corners, constants, slopes = head.curves.get((sms, rate)) or self._curve(head, sms, rate)
+            corners, constants, slopes = head.curves.get(key) or self._curve(head, key)
             i = bisect_left(corners, inverse)
             seconds += constants[i] + slopes[i] * inverse
         return seconds
 
-    def _curve(self, row: Row, sms: int, rate: float) -> Curve:
-        curve = row.curve(sms, rate)
+    def _curve(self, row: Row, key: tuple[int, int, float]) -> Curve:
+        curve = row.curve(*key, self._rate)
         if self.cache:
-            row.curves[sms, rate] = curve
+            row.curves[key] = curve
         return curve
 
     def corun_seconds(self, prefill: FittedWork, p: int, decode: FittedWork, d: int) -> tuple[float, float]:
@@ -415,13 +419,12 @@ class DeviceModel(Device):
         if shared > 0:
             p_effective = p - (1 - self.shared_prefill_share) * shared
             d_effective = d - self.shared_prefill_share * shared
-            rate = self._rate[n]
-            p_rate, d_rate = rate * p_effective / p, rate * d_effective / d
+            p_share, d_share = p_effective / p, d_effective / d
             p_inverse, d_inverse = self._inverse_of(p_effective), self._inverse_of(d_effective)
-            p_solo = self._corun_seconds(prefill, p, p_rate, p_inverse)
-            d_solo = self._corun_seconds(decode, d, d_rate, d_inverse)
+            p_solo = self._corun_seconds(prefill, p, d, p_share, p_inverse)
+            d_solo = self._corun_seconds(decode, d, p, d_share, d_inverse)
         else:
-            p_rate = d_rate = self._rate[p + d]
+            p_share = d_share = 1.0
             p_inverse, d_inverse = self._inverse_bandwidth[p], self._inverse_bandwidth[d]
             p_solo = prefill.solo_s if prefill.solo_sms == p else self.solo_seconds(prefill, p)
             d_solo = decode.solo_s if decode.solo_sms == d else self.solo_seconds(decode, d)
@@ -430,8 +433,8 @@ class DeviceModel(Device):
                                              decode.gemm_sm_s() / (n * d_solo))
         else:
             p_slow, d_slow = self._slowdowns(prefill.bytes / p_solo, decode.bytes / d_solo)
-        both = (self._corun_seconds(prefill, p, p_rate, p_inverse * p_slow),
-                self._corun_seconds(decode, d, d_rate, d_inverse * d_slow))
+        both = (self._corun_seconds(prefill, p, d, p_share, p_inverse * p_slow),
+                self._corun_seconds(decode, d, p, d_share, d_inverse * d_slow))
         if self.cache:
             self._last_corun = (decode, prefill, d, p, both)
         return both
@@ -460,11 +463,11 @@ class DeviceModel(Device):
         n = self.num_sms
         own = np.append(splits.prefill_sms if is_prefill else splits.decode_sms, n)
         rates, inverses = np.array(self._rate), np.array(self._inverse_bandwidth)
-        solo = step_seconds_all(work, own, rates[own], inverses[own])
+        solo = step_seconds_all(work, own, 0, rates, inverses[own])
         if other is None:
             return solo
         beside = n - own[:-1]
-        other_solo = step_seconds_all(other, beside, rates[beside], inverses[beside])
+        other_solo = step_seconds_all(other, beside, 0, rates, inverses[beside])
         use, other_use = work.bytes / solo[:-1], other.bytes / other_solo
         peak = self._peak_bytes_per_s
         half = peak / 2
@@ -475,7 +478,7 @@ class DeviceModel(Device):
         side = 0 if is_prefill else 1
         left = 1 - self.losses[side] / peak * other_grant - self.l2_losses[side] * (other.gemm_sm_s() / (n * other_solo))
         slow = use / (grant * np.maximum(0.05, left))
-        together = step_seconds_all(work, own[:-1], rates[n], inverses[own[:-1]] * slow)
+        together = step_seconds_all(work, own[:-1], beside, rates, inverses[own[:-1]] * slow)
         return np.append(together, solo[-1])
 
     def min_prefill_seconds(self, prompt_tokens: int) -> float:

@@ -61,21 +61,35 @@ class LayerTerms:
     def __init__(self, works: Sequence[FittedWork | None]) -> None:
         terms = [() if w is None else (*w.dense.gemms, *w.attention) for w in works]
         width = max((len(t) for t in terms), default=0)
-        padded = np.zeros((len(works), width, 3))
+        most = max((len(tiles) for own in terms for tiles, _ in own), default=1)
+        padded = np.zeros((len(works), width, most, 2))
+        self.moved_s = np.zeros((len(works), width))
         for i, own in enumerate(terms):
-            if own:
-                padded[i, :len(own)] = own
-        self.block_s, self.blocks, self.moved_s = padded[..., 0], padded[..., 1], padded[..., 2]
+            for k, (tiles, moved_s) in enumerate(own):
+                padded[i, k] = [*tiles, *[tiles[-1]] * (most - len(tiles))]
+                self.moved_s[i, k] = moved_s
+        #: Of each work, kernel and tile.
+        self.block_s, self.blocks = padded[..., 0], padded[..., 1]
         self.row_s, self.fixed_s, self.bytes, self.gemm_sm_s = (np.array(
             [0.0 if w is None else float(of(w)) for w in works]) for of in (
                 lambda w: w.dense.row_s, lambda w: w.dense.fixed_s + w.attention_fixed_s + w.fixed_s, lambda w: w.bytes,
                 lambda w: w.gemm_sm_s()))
 
-    def seconds(self, sms: Array, rate: Array, inverse: Array, waves: bool = True) -> Array:
-        """``sms`` as waves are counted; ``rate``: of an SM; ``inverse``: 1 / share of the bandwidth. One value a work."""
-        rounds = self.blocks / sms[:, None]
-        rounds = np.ceil(rounds) if waves else np.maximum(np.minimum(self.blocks, 1.0), rounds)
-        compute_s = rounds * self.block_s / rate[:, None]
+    def seconds(self, sms: Array, beside: Array, rates: Array, speed: Array, inverse: Array, waves: bool = True) -> Array:
+        """One value a work. ``sms`` as waves are counted; ``beside``: busy SMs of the chip besides; ``rates``: of an SM, by all
+        busy ones; ``speed``: a factor on them, clocks and shares; ``inverse``: 1 / share of the bandwidth.
+
+        As :func:`bullet.devices.terms.compute_seconds`; without waves the rate is that of the SMs at hand.
+        """
+        at_hand, n = sms[:, None, None], len(rates) - 1
+        if waves:
+            rounds = np.ceil(self.blocks / at_hand)
+            most = np.where(rounds > 1, np.ceil(self.blocks / np.maximum(rounds - 1, 1)) - 1 + beside[:, None, None], n)
+            busy = np.minimum(np.maximum(most, at_hand + beside[:, None, None]), n)
+        else:
+            rounds = np.maximum(np.minimum(self.blocks, 1.0), self.blocks / at_hand)
+            busy = np.minimum(at_hand + beside[:, None, None], n)
+        compute_s = (rounds * self.block_s / rates[busy.astype(int)]).min(2) / speed[:, None]
         seconds: Array = np.maximum(compute_s, self.moved_s * inverse[:, None]).sum(1) + self.row_s * inverse + self.fixed_s
         return seconds
 
@@ -118,20 +132,20 @@ class CorunRows:
         return granted / self.peak, gemms
 
     def _side(self, share: float) -> tuple[Array, ...]:
-        part = np.where(self.prefill, share, 1 - share)
+        taken = np.where(self.prefill, share, 1 - share)
         held, other_held = self.sms, self.other_sms
         shared = np.where(self.shared, np.maximum(0.0, held + other_held - self.n), 0.0)
-        real, other_real = held - (1 - part) * shared, other_held - part * shared
-        alone_rate = self.rates[held.astype(int)]
-        full = self.rates[int(self.n)]
-        split_rate = self.rates[np.minimum(held + other_held, self.n).astype(int)]
-        beside = np.where(np.isnan(self.clock), np.where(self.shared, full, split_rate), alone_rate * self.clock)
-        rate = np.where(shared > 0, beside * real / held, beside)
+        real, other_real = held - (1 - taken) * shared, other_held - taken * shared
+        part, other_part = (np.where(shared > 0, own / np.maximum(all_held, 1.0), 1.0)
+                            for own, all_held in ((real, held), (other_real, other_held)))
+        # A clock measured beside the other is told as a factor on that alone.
+        timed = np.isfinite(self.clock)
+        beside = np.where(timed, 0.0, np.where(self.shared, self.n, other_held))
+        speed = np.where(timed, self.clock, 1.0) * part
         inverse, other_inverse = 1 / self._bandwidth(real), 1 / self._bandwidth(other_real)
-        own_alone_rate = np.where(shared > 0, full * real / held, alone_rate)
-        other_alone = np.where(shared > 0, full * other_real / np.maximum(other_held, 1.0), self.rates[other_held.astype(int)])
-        own_s = self.own.seconds(held, own_alone_rate, inverse)
-        other_s = np.maximum(self.other.seconds(np.maximum(other_held, 1.0), other_alone, other_inverse), 1e-12)
+        whole = np.where(shared > 0, self.n, 0.0)
+        own_s = self.own.seconds(held, whole, self.rates, part, inverse)
+        other_s = np.maximum(self.other.seconds(np.maximum(other_held, 1.0), whole, self.rates, other_part, other_inverse), 1e-12)
         use = self.own.bytes / own_s
         other_use = np.maximum(self.other.bytes / other_s, self.stream_use)
         gemms = self.other.gemm_sm_s / (self.n * other_s) + self.stream_gemms
@@ -140,15 +154,16 @@ class CorunRows:
         grant = np.where(fits, use, np.where(use <= half, use, np.where(other_use <= half, self.peak - other_use, half)))
         other_grant = np.where(fits, other_use, np.where(use <= half, self.peak - use,
                                                          np.where(other_use <= half, other_use, half)))
-        return use / grant, other_grant, gemms, rate, inverse, alone_rate
+        return use / grant, other_grant, gemms, beside, speed, inverse
 
     def slowdowns(self, losses: Sequence[float] | Array, share: float = 0.5) -> Array:
         """``losses`` in the order of :data:`LOSSES`."""
-        wait, other_grant, gemms, rate, inverse, alone_rate = self._side(share)
+        wait, other_grant, gemms, beside, speed, inverse = self._side(share)
         loss, l2 = (np.where(self.prefill, losses[i], losses[i + 1]) for i in (0, 2))
         slow = wait / np.maximum(WIDEST_LEFT, 1 - loss * other_grant / self.peak - l2 * gemms)
-        together = self.own.seconds(self.sms, rate, inverse * slow)
-        alone = self.own.seconds(self.sms, alone_rate, 1 / self._bandwidth(self.sms))
+        together = self.own.seconds(self.sms, beside, self.rates, speed, inverse * slow)
+        none = np.zeros(len(self.sms))
+        alone = self.own.seconds(self.sms, none, self.rates, none + 1, 1 / self._bandwidth(self.sms))
         ratio: Array = together / alone
         return ratio
 
@@ -356,8 +371,9 @@ def _clock(out: Contention, rows: Sequence[Row], device: DeviceModel, losses: Ar
     if known.sum() < 2 * LEAST_ROWS:
         return
     bandwidth, _ = data.demands()
+    none = np.zeros(len(own))
     arithmetic = data.other.gemm_sm_s / np.maximum(data.n * data.other.seconds(
-        np.maximum(data.other_sms, 1.0), data.rates[data.other_sms.astype(int)], 1 / data._bandwidth(data.other_sms)), 1e-12)
+        np.maximum(data.other_sms, 1.0), none, data.rates, none + 1, 1 / data._bandwidth(data.other_sms)), 1e-12)
     spin = np.array([r["corunner"] == "tensor_spin" for r in own])
     arithmetic = np.where(spin, data.other_sms / data.n, np.where(data.other.bytes > 0, arithmetic, 0.0))
     design = np.stack([arithmetic, bandwidth], axis=1)[known]

@@ -52,9 +52,9 @@ class LayersOnSms:
     def seconds(self, axis: Array, waves: bool = True) -> Array:
         """By the sum of a layer's kernels."""
         slope, cap, knee, sharpness = axis
-        share = self.sms / self.n
-        rate = np.minimum(cap, 1 + slope * (1 - share)) / self.slow
-        return self.terms.seconds(self.sms, rate, 1 / forms.bandwidth_curve(share, knee, sharpness), waves)
+        rates = np.minimum(cap, 1 + slope * (1 - np.arange(self.n + 1) / self.n))
+        inverse = 1 / forms.bandwidth_curve(self.sms / self.n, knee, sharpness)
+        return self.terms.seconds(self.sms, np.zeros(len(self.sms)), rates, 1 / self.slow, inverse, waves)
 
     def factors(self, axis: Array, of: np.ndarray, waves: bool = True) -> Array:
         """Measured over the sum of kernels by size, over the rows ``of``; NaN where none of a size is among them."""

@@ -11,6 +11,7 @@ errors leaves this module.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
+from bullet.devices.terms import Term
 from bullet.errors import ProfileError
 from bullet.profiles import forms
 from bullet.profiles.forms import Array, FitError
@@ -191,13 +193,18 @@ class KernelsOnSms:
 
     def __init__(self, sweeps: Mapping[str, Sweep], device: DeviceModel) -> None:
         self.n = n = device.num_sms
-        terms: list[tuple[str, tuple[float, int, float], float, int, float]] = []
+        terms: list[tuple[str, Term, float, int, float]] = []
         for op, sweep in sweeps.items():
             for shape, times in sweep.items():
                 term, overhead_s = _terms(op, shape, device)
                 terms += [(op, term, overhead_s, p, s / times[n]) for p, s in sorted(times.items()) if p < n]
         self.op = np.array([t[0] for t in terms])
-        self.block_s, self.blocks, self.moved_s = (np.array([t[1][i] for t in terms], dtype=float) for i in range(3))
+        most = max((len(t[1][0]) for t in terms), default=0)
+        padded = [[*t[1][0], *[(math.inf, 1)] * (most - len(t[1][0]))] for t in terms]
+        #: Of each tile, then row.
+        self.block_s, self.blocks = (np.array([[tile[i] for tile in tiles] for tiles in padded], dtype=float).reshape(-1, most).T
+                                     for i in range(2))
+        self.moved_s = np.array([t[1][1] for t in terms])
         self.overhead_s = np.array([t[2] for t in terms])
         self.sms = np.array([t[3] for t in terms], dtype=float)
         self.measured = np.array([t[4] for t in terms])
@@ -206,10 +213,16 @@ class KernelsOnSms:
         """``axis``: slope, cap, knee, sharpness, and a launch inside the measurement (never shipped)."""
         slope, cap, knee, sharpness, launch_s = axis
         share = sms / self.n
-        rate = np.minimum(cap, 1 + slope * (1 - share))
-        rounds = np.ceil(self.blocks / sms) if waves else np.maximum(np.minimum(self.blocks, 1.0), self.blocks / sms)
+        if waves:
+            rounds = np.ceil(self.blocks / sms)  # the rate is that on the most SMs with as many, see bullet/devices/terms.py
+            most = np.where(rounds > 1, np.ceil(self.blocks / np.maximum(rounds - 1, 1)) - 1, self.n)
+            busy = np.minimum(most, self.n) / self.n
+        else:
+            rounds, busy = np.maximum(np.minimum(self.blocks, 1.0), self.blocks / sms), share
+        rate = np.minimum(cap, 1 + slope * (1 - busy))
         bandwidth = forms.bandwidth_curve(np.asarray(share), knee, sharpness)
-        seconds: Array = np.maximum(rounds * self.block_s / rate, self.moved_s / bandwidth) + self.overhead_s + launch_s
+        compute_s = (rounds * self.block_s / rate).min(axis=0)
+        seconds: Array = np.maximum(compute_s, self.moved_s / bandwidth) + self.overhead_s + launch_s
         return seconds
 
     def stretch(self, axis: Array, waves: bool = True) -> Array:
@@ -229,14 +242,14 @@ class KernelsOnSms:
         return min(found, key=lambda a: round(float(np.mean(np.abs(np.log(self.stretch(a, waves) / self.measured)))), 9))
 
 
-def _terms(op: str, shape: tuple[int, ...], device: DeviceModel) -> tuple[tuple[float, int, float], float]:
-    """(block seconds, blocks, seconds of bytes) and overhead of one kernel, as the device has it."""
+def _terms(op: str, shape: tuple[int, ...], device: DeviceModel) -> tuple[Term, float]:
+    """Tiles with seconds of bytes, and overhead, of one kernel, as the device has it."""
     c, model = device.coefficients, device.model
     if op == "gemm":
         return device.gemm_term(work.gemm("g", *shape, model.dtype_bytes)), c.gemm_overhead_s
     if op == "decode_attention":
         moved = work.decode_attention(model, shape[0], shape[0] * shape[1]).bytes
-        return ((c.decode_attention_seq_s, device.num_sms * shape[0],
+        return ((((c.decode_attention_seq_s, device.num_sms * shape[0]),),
                  moved / (device.gpu.mem_bytes_per_s * c.decode_attention_bandwidth)), c.decode_attention_overhead_s)
     step = device.prefill_work([(shape[0], 0)], 1, logits_seqs=0)
     return step.attention[0], c.prefill_attention_overhead_s
