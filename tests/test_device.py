@@ -18,7 +18,7 @@ from bullet.config import DeviceConfig
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.load import kv_capacity_tokens, load_device
-from bullet.devices.terms import FittedWork, Row, compute_seconds
+from bullet.devices.terms import FittedWork, Row, Tiles
 from bullet.errors import ConfigError, ProfileError
 from bullet.state import SplitTable
 
@@ -32,9 +32,10 @@ PLAIN = DeviceCoefficients(
 REAL = load_device(DeviceConfig())
 
 
-def step(compute: tuple[float, int] = (0.0, 0), bytes_s: float = 0.0, bytes_: float = 0.0) -> FittedWork:
-    """One kernel: (seconds a block, blocks), seconds of its bytes on the whole device."""
-    row = Row(((((compute[0], compute[1]),), bytes_s),), 0.0, 0.0, bytes_)
+def step(compute: tuple[float, int] = (0.0, 0), bytes_s: float = 0.0, bytes_: float = 0.0,
+         on: DeviceModel | None = None) -> FittedWork:
+    """One kernel: (seconds a block, blocks), seconds of its bytes on the whole device. ``on``: whose clocks, else all alike."""
+    row = Row(((Tiles((compute,), [1.0] * 11 if on is None else on._rate), bytes_s),), 0.0, 0.0, bytes_)
     return FittedWork(1, row, None, (), 0.0, 0.0, bytes_)
 
 
@@ -53,10 +54,11 @@ def test_waves_stretch_compute_only() -> None:
 
 def test_few_busy_sms_run_faster_each() -> None:
     device = toy(rate_slope=0.5, rate_cap=1.2)
-    assert device.solo_seconds(step((1.0, 10)), 10) == 1.0
-    assert device.solo_seconds(step((1.0, 16)), 8) == pytest.approx(2.0)  # two waves, as on up to 15 SMs: of which there are 10
-    assert device.solo_seconds(step((1.0, 40)), 8) == pytest.approx(5 / (1 + 0.5 * (1 - 0.9)))  # five, as on 9: 1.05
-    assert device.solo_seconds(step((1.0, 40)), 2) == pytest.approx(20 / 1.2)  # capped
+    assert device.solo_seconds(step((1.0, 10), on=device), 10) == 1.0
+    # Two waves, as on up to 15 SMs: of which there are 10.
+    assert device.solo_seconds(step((1.0, 16), on=device), 8) == pytest.approx(2.0)
+    assert device.solo_seconds(step((1.0, 40), on=device), 8) == pytest.approx(5 / (1 + 0.5 * (1 - 0.9)))  # five, as on 9: 1.05
+    assert device.solo_seconds(step((1.0, 40), on=device), 2) == pytest.approx(20 / 1.2)  # capped
 
 
 def test_max_min_sharing_by_hand() -> None:
@@ -252,7 +254,7 @@ def test_a_step_holds_the_operations_and_bytes_of_its_kernels() -> None:
         head = work.head_kernels(REAL.model, 6, tp)
         assert step.bytes == pytest.approx(32 * sum(k.bytes for k in kernels) + sum(k.bytes for k in head)
                                            + work.embedding_bytes(REAL.model, 835), rel=1e-12)
-        (((block_s, blocks),), _), _ = step.attention
+        (block_s, blocks, _), _ = step.attention
         operations = block_s * blocks * coefficients.prefill_attention_efficiency * REAL.gpu.peak_flops / REAL.gpu.num_sms
         assert operations == pytest.approx(work.prefill_attention(REAL.model, pieces, tp).flops, rel=1e-12)
 
@@ -271,9 +273,9 @@ def test_a_bound_by_bytes_gemm_takes_the_tile_with_least_arithmetic() -> None:
     tiles, moved_s = device.gemm_term(work.gemm("g", 1, 256, 2, 2))
     # ceil(256 / 64) blocks of the small one, or a single wide one of eight times the arithmetic.
     small, wide = (2.0 * rows * columns * 2 * 10 / 1000 for rows, columns in ((64, 64), (128, 256)))
-    assert tiles == ((wide, 1), (small, 4))
+    assert tiles.choices == ((wide, 1), (small, 4))
     assert moved_s > 0
-    assert [compute_seconds(tiles, sms, 0, [1.0] * 11) for sms in (10, 4, 2, 1)] == [small, small, 2 * small, 4 * small]
+    assert [tiles.seconds(sms, 0) for sms in (10, 4, 2, 1)] == [small, small, 2 * small, 4 * small]
 
 
 def test_a_tile_is_chosen_for_the_sms_at_hand() -> None:
@@ -281,11 +283,11 @@ def test_a_tile_is_chosen_for_the_sms_at_hand() -> None:
     small one is faster; on 2 its four waves of 1.25 / 8 are still faster than the wide one's single 1; on 1 too."""
     device = toy(gemm_tiles=((128, 256, 1.0), (128, 64, 0.8)))
     tiles, _ = device.gemm_term(work.gemm("g", 128, 512, 2, 2))
-    (wide, _), (small, _) = tiles
-    assert [blocks for _, blocks in tiles] == [2, 8]
+    (wide, _), (small, _) = tiles.choices
+    assert [blocks for _, blocks in tiles.choices] == [2, 8]
     assert small == pytest.approx(wide / 4 / 0.8)
     # Waves of the small one: 1, 2, 4, 8; of the wide one 1 down to 2 SMs.
-    found = [compute_seconds(tiles, sms, 0, [1.0] * 11) for sms in (8, 4, 2, 1)]
+    found = [tiles.seconds(sms, 0) for sms in (8, 4, 2, 1)]
     assert found == pytest.approx([small, 2 * small, min(4 * small, wide), min(8 * small, 2 * wide)])
     assert found[2] == wide  # 4 x 0.3125 = 1.25 of it
 
@@ -294,9 +296,9 @@ def test_equal_waves_take_equal_time() -> None:
     """8 blocks keep 8 SMs busy on 8 SMs, on 9 and on 10: clocks are those of the whole device on each. On 7 two waves are needed,
     as on 4 to 7: there 3 SMs at least have nothing to do."""
     device = toy(rate_slope=0.5, rate_cap=1.4)
-    assert [device.solo_seconds(step((1.0, 8)), p) for p in (10, 9, 8)] == [1.0, 1.0, 1.0]
-    assert [device.solo_seconds(step((1.0, 8)), p) for p in (7, 5, 4)] == [pytest.approx(2 / (1 + 0.5 * 0.3))] * 3
-    assert device.solo_seconds(step((1.0, 8)), 1) == pytest.approx(8 / 1.4)  # on 1 SM alone: 1.45, capped
+    assert [device.solo_seconds(step((1.0, 8), on=device), p) for p in (10, 9, 8)] == [1.0, 1.0, 1.0]
+    assert [device.solo_seconds(step((1.0, 8), on=device), p) for p in (7, 5, 4)] == [pytest.approx(2 / (1 + 0.5 * 0.3))] * 3
+    assert device.solo_seconds(step((1.0, 8), on=device), 1) == pytest.approx(8 / 1.4)  # on 1 SM alone: 1.45, capped
 
 
 fits = st.builds(

@@ -31,7 +31,7 @@ from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients
-from bullet.devices.terms import Curve, FittedWork, Row, Term, Tiles, compute_seconds, step_seconds_all
+from bullet.devices.terms import Attention, Blocks, Curve, FittedWork, Row, Term, Tiles, compute_seconds, step_seconds_all
 from bullet.errors import ConfigError
 from bullet.state import SplitTable
 
@@ -147,7 +147,7 @@ class DeviceModel(Device):
         if self._context_op_s:
             block_s += self._context_op_s * context / (self.num_sms * num_seqs)
         return FittedWork(
-            layers, dense, head, ((((block_s, self.num_sms * num_seqs),), moved / self._decode_bytes_per_s),),
+            layers, dense, head, ((block_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s),),
             self._decode_fixed_s, self._host_gap_s, layers * (dense.bytes + moved) + head.bytes)
 
     def hybrid_work(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int, *,
@@ -158,7 +158,7 @@ class DeviceModel(Device):
               logits_seqs: int, within_tokens: int | None = None) -> FittedWork:
         if not pieces and layers == self._num_layers and logits_seqs == num_seqs:
             return self.decode_work(num_seqs, context_tokens, within_tokens)
-        attention: tuple[Term, ...] = ()
+        attention: tuple[Attention, ...] = ()
         tokens, fixed_s, bytes_ = num_seqs, 0.0, 0.0
         if pieces:
             c = self.coefficients
@@ -176,7 +176,7 @@ class DeviceModel(Device):
             blocks = tiles * self._chunk_heads
             padded = self._pair_flops * (pairs + c.prefill_attention_extra_keys * prompts) + self._past_flops * cached
             block_s = padded / blocks * self._op_s / c.prefill_attention_efficiency
-            attention = ((((block_s, blocks),), bytes_ / self._peak_bytes_per_s),)
+            attention = ((block_s, blocks, bytes_ / self._peak_bytes_per_s),)
             fixed_s = c.prefill_attention_overhead_s
         if num_seqs:
             read: float = context_tokens
@@ -185,7 +185,7 @@ class DeviceModel(Device):
             moved = self._query_bytes * num_seqs + self._context_bytes * read
             # Split-KV cuts a sequence into as many blocks as fill the device: N a sequence, so waves do not show.
             block_s = self._decode_seq_s + self._context_op_s * read / (self.num_sms * num_seqs)
-            attention = (*attention, (((block_s, self.num_sms * num_seqs),), moved / self._decode_bytes_per_s))
+            attention = (*attention, (block_s, self.num_sms * num_seqs, moved / self._decode_bytes_per_s))
             fixed_s += self._decode_fixed_s
             bytes_ += moved
         dense = self._dense.get(tokens) or self._dense_row(tokens)
@@ -238,17 +238,17 @@ class DeviceModel(Device):
     def kernel_seconds(self, kernels: Sequence[work_model.KernelWork]) -> float:
         """Dense kernels one after the other, alone on the whole device."""
         n = self.num_sms
-        return self._row(kernels, 0.0).seconds(n, self._rate, self._inverse_bandwidth[n])
+        return self._row(kernels, 0.0).whole_seconds(self._inverse_bandwidth[n])
 
     def dense_seconds(self, tokens: int) -> float:
         """All layers' kernels but attention, embedding and all-reduces included, alone on the whole device."""
         n = self.num_sms
-        return self._num_layers * self._dense_row(tokens).seconds(n, self._rate, self._inverse_bandwidth[n])
+        return self._num_layers * self._dense_row(tokens).whole_seconds(self._inverse_bandwidth[n])
 
     def head_seconds(self, seqs: int) -> float:
         """Final norm and LM head, alone on the whole device."""
         n = self.num_sms
-        return self._head_row(seqs).seconds(n, self._rate, self._inverse_bandwidth[n])
+        return self._head_row(seqs).whole_seconds(self._inverse_bandwidth[n])
 
     def attention_seconds(self, pieces: Sequence[tuple[int, int]], num_seqs: int, context_tokens: int) -> float:
         """All layers' attention, alone on the whole device."""
@@ -287,7 +287,7 @@ class DeviceModel(Device):
         groups = kernel.blocks / whole if kernel.blocks > whole else 1.0
         tiles = self._tilings(kernel.rows, kernel.columns, kernel.k, groups, kernel.speed)
         if kernel.share != 1:
-            tiles = tuple((block_s * kernel.share, blocks) for block_s, blocks in tiles)
+            tiles = Tiles(tuple((block_s * kernel.share, blocks) for block_s, blocks in tiles.choices), self._rate)
         return tiles, kernel.bytes * self._gemm_byte_s
 
     def _tilings(self, rows: int, columns: int, k: int, groups: float = 1.0, speed: float = 1.0) -> Tiles:
@@ -296,14 +296,14 @@ class DeviceModel(Device):
         Where bytes bound several tiles alike (decode) that is the one with the least arithmetic: a wide tile, mostly empty,
         would wait for bandwidth on all SMs and for its own padding on a few.
         """
-        found: list[tuple[float, int]] = []
+        found: list[Blocks] = []
         for tile_rows, tile_columns, block_s in self._tiles(k, speed):
             blocks = -(-rows // tile_rows) * -(-columns // tile_columns)
             if groups != 1.0:
                 blocks = max(1, round(groups * blocks))
             found.append((block_s, blocks))
-        tiles = tuple(one for i, one in enumerate(found) if not any(
-            other[0] <= one[0] and other[1] <= one[1] and (other != one or j < i) for j, other in enumerate(found)))
+        tiles = Tiles(tuple(one for i, one in enumerate(found) if not any(
+            other[0] <= one[0] and other[1] <= one[1] and (other != one or j < i) for j, other in enumerate(found))), self._rate)
         if self.cache and groups == 1.0:
             # of all rows that fill the same tiles
             self._tilings_of[columns, k, -(-rows // self._tile_rows), speed] = tiles
@@ -333,14 +333,14 @@ class DeviceModel(Device):
     def solo_seconds(self, work: FittedWork, sms: int) -> float:
         if work.solo_sms == sms:
             return work.solo_s
-        rates, inverse = self._rate, self._inverse_bandwidth[sms]
+        inverse, whole = self._inverse_bandwidth[sms], sms == self.num_sms
         dense, head = work.dense, work.head
         seconds = dense.solo_s.get(sms)
         if seconds is None:
             seconds = self._row_solo(dense, sms)
         seconds += work.attention_fixed_s
-        for tiles, moved_s in work.attention:
-            compute_s = compute_seconds(tiles, sms, 0, rates)
+        for block_s, blocks, moved_s in work.attention:
+            compute_s = -(-blocks // sms) * block_s if whole else compute_seconds(((block_s, blocks),), sms, 0, self._rate)
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
         seconds = seconds * work.layers + work.fixed_s
@@ -366,16 +366,18 @@ class DeviceModel(Device):
         if line is None:
             work = self.decode_work(num_seqs, context_tokens)
             assert work.head is not None
-            ((tiles, _),) = work.attention
+            ((block_s, blocks, _),) = work.attention
             line = self._decode_lines[num_seqs, sms] = (
-                self._row_solo(work.dense, sms) + work.attention_fixed_s, compute_seconds(tiles, sms, 0, self._rate),
+                self._row_solo(work.dense, sms) + work.attention_fixed_s,
+                compute_seconds(((block_s, blocks),), sms, 0, self._rate),
                 self._query_bytes * num_seqs, self._inverse_bandwidth[sms], work.fixed_s, self._row_solo(work.head, sms))
         rest_s, compute_s, query_bytes, inverse, fixed_s, head_s = line
         memory_s = (query_bytes + self._context_bytes * context_tokens) / self._decode_bytes_per_s * inverse
         return (rest_s + (compute_s if compute_s > memory_s else memory_s)) * self._num_layers + fixed_s + head_s
 
     def _row_solo(self, row: Row, sms: int) -> float:
-        seconds = row.seconds(sms, self._rate, self._inverse_bandwidth[sms])
+        inverse = self._inverse_bandwidth[sms]
+        seconds = row.whole_seconds(inverse) if sms == self.num_sms else row.seconds(sms, inverse)
         if self.cache:
             row.solo_s[sms] = seconds
         return seconds
@@ -383,12 +385,14 @@ class DeviceModel(Device):
     def _corun_seconds(self, work: FittedWork, sms: int, beside: int, share: float, inverse: float) -> float:
         """Beside another step on ``beside`` SMs, with a ``share`` of its own SMs' time: rows come as curves, for ``inverse``
         hardly ever repeats."""
-        key, rates = (sms, beside, share), self._rate
+        key = sms, beside, share
         corners, constants, slopes = work.dense.curves.get(key) or self._curve(work.dense, key)
         i = bisect_left(corners, inverse)
         seconds = constants[i] + slopes[i] * inverse + work.attention_fixed_s
-        for tiles, moved_s in work.attention:
-            compute_s = compute_seconds(tiles, sms, beside, rates) / share
+        whole = sms + beside >= self.num_sms
+        for block_s, blocks, moved_s in work.attention:
+            compute_s = (-(-blocks // sms) * block_s if whole
+                         else compute_seconds(((block_s, blocks),), sms, beside, self._rate)) / share
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
         seconds = seconds * work.layers + work.fixed_s
@@ -400,7 +404,7 @@ class DeviceModel(Device):
         return seconds
 
     def _curve(self, row: Row, key: tuple[int, int, float]) -> Curve:
-        curve = row.curve(*key, self._rate)
+        curve = row.curve(*key)
         if self.cache:
             row.curves[key] = curve
         return curve

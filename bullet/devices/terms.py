@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tiles = tuple[tuple[float, int], ...]
-"""(c, q) of each tile that may be chosen: seconds of one block on one SM with all SMs busy, blocks."""
+Blocks = tuple[float, int]
+"""(c, q): seconds of one block on one SM with all SMs busy, blocks."""
 
-Term = tuple[Tiles, float]
-"""(tiles, m): seconds of the bytes at full bandwidth."""
+Attention = tuple[float, int, float]
+"""(c, q, m): of the only tile; seconds of the bytes at full bandwidth."""
 
 Curve = tuple[list[float], list[float], list[float]]
 """Seconds of a row against ``x``, the price of a byte (1 / share of bandwidth): convex, piecewise linear. Corners, and
 before each of them and after the last: seconds at 0, and seconds per unit of ``x``."""
 
 
-def compute_seconds(tiles: Tiles, sms: int, beside: int, rates: Sequence[float]) -> float:
+def compute_seconds(tiles: Sequence[Blocks], sms: int, beside: int, rates: Sequence[float]) -> float:
     """Of the quickest tile. ``beside``: busy SMs of the chip besides; ``rates``: by all busy SMs, 1 when that is the device."""
     whole = sms + beside >= len(rates) - 1
     best = math.inf
@@ -45,7 +45,32 @@ def compute_seconds(tiles: Tiles, sms: int, beside: int, rates: Sequence[float])
     return best
 
 
-def _compute_seconds_all(tiles: Tiles, sms: NDArray[np.int64], beside: Any, rates: NDArray[np.float64]) -> Any:
+class Tiles:
+    """A GEMM's blocks in each tile that is fastest on some SMs. Rows that fill the same tiles share it, and its answers."""
+
+    __slots__ = ("_found", "_rates", "choices", "whole_s")
+
+    def __init__(self, choices: tuple[Blocks, ...], rates: Sequence[float]) -> None:
+        self.choices = choices
+        self._rates = rates
+        self._found: dict[int, float] = {}
+        self.whole_s = compute_seconds(choices, len(rates) - 1, 0, rates)
+
+    def seconds(self, sms: int, beside: int) -> float:
+        """Of the quickest of them, see :func:`compute_seconds`."""
+        n = len(self._rates)
+        key = sms * n + (beside if sms + beside < n - 1 else n - 1)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = compute_seconds(self.choices, sms, beside, self._rates)
+        return found
+
+
+Term = tuple[Tiles, float]
+"""(tiles, m): seconds of the bytes at full bandwidth."""
+
+
+def _compute_seconds_all(tiles: Sequence[Blocks], sms: NDArray[np.int64], beside: Any, rates: NDArray[np.float64]) -> Any:
     """The same over arrays of SMs."""
     best: Any = math.inf
     for block_s, blocks in tiles:
@@ -70,24 +95,33 @@ class Row:
 
     def gemm_sm_s(self) -> float:
         """SM seconds that its GEMMs' blocks fill, of the tile that fills the least."""
-        return sum(min(block_s * blocks for block_s, blocks in tiles) for tiles, _ in self.gemms)
+        return sum(min(block_s * blocks for block_s, blocks in tiles.choices) for tiles, _ in self.gemms)
 
-    def seconds(self, sms: int, rates: Sequence[float], inverse: float) -> float:
-        """Seconds alone; ``inverse``: 1 / share of bandwidth, contention included."""
+    def whole_seconds(self, inverse: float) -> float:
+        """Seconds alone on the whole device; ``inverse``: 1 / share of bandwidth."""
         seconds = self.fixed_s + self.row_s * inverse
         for tiles, moved_s in self.gemms:
-            compute_s = compute_seconds(tiles, sms, 0, rates)
+            compute_s = tiles.whole_s
             memory_s = moved_s * inverse
             seconds += compute_s if compute_s > memory_s else memory_s
         return seconds
 
-    def curve(self, sms: int, beside: int, share: float, rates: Sequence[float]) -> Curve:
+    def seconds(self, sms: int, inverse: float) -> float:
+        """The same on some SMs, contention included."""
+        seconds = self.fixed_s + self.row_s * inverse
+        for tiles, moved_s in self.gemms:
+            compute_s = tiles.seconds(sms, 0)
+            memory_s = moved_s * inverse
+            seconds += compute_s if compute_s > memory_s else memory_s
+        return seconds
+
+    def curve(self, sms: int, beside: int, share: float) -> Curve:
         """Seconds beside another step for any ``inverse``: each GEMM is bound by compute up to its corner and by memory
         beyond it. ``share``: of its SMs' time that it has."""
         terms = []
         constant = self.fixed_s
         for tiles, moved_s in self.gemms:
-            compute_s = compute_seconds(tiles, sms, beside, rates) / share
+            compute_s = tiles.seconds(sms, beside) / share
             constant += compute_s
             terms.append((compute_s / moved_s if moved_s else math.inf, compute_s, moved_s))
         terms.sort()
@@ -107,7 +141,7 @@ class FittedWork:
 
     __slots__ = ("attention", "attention_fixed_s", "bytes", "dense", "fixed_s", "head", "layers", "solo_s", "solo_sms")
 
-    def __init__(self, layers: int, dense: Row, head: Row | None, attention: tuple[Term, ...],
+    def __init__(self, layers: int, dense: Row, head: Row | None, attention: tuple[Attention, ...],
                  attention_fixed_s: float, fixed_s: float, bytes_: float) -> None:
         self.layers = layers
         self.dense = dense
@@ -129,15 +163,17 @@ def step_seconds_all(work: FittedWork, sms: NDArray[np.int64], beside: Any, rate
                      inverse: Any) -> NDArray[np.float64]:
     """Seconds of a step over arrays of SMs."""
 
-    def terms(items: Sequence[Term], start: Any) -> Any:
-        seconds = start
-        for tiles, moved_s in items:
-            seconds = seconds + np.maximum(_compute_seconds_all(tiles, sms, beside, rates), moved_s * inverse)
+    def gemms(row: Row) -> Any:
+        seconds = row.fixed_s + row.row_s * inverse
+        for tiles, moved_s in row.gemms:
+            seconds = seconds + np.maximum(_compute_seconds_all(tiles.choices, sms, beside, rates), moved_s * inverse)
         return seconds
 
-    seconds = terms(work.dense.gemms, work.dense.fixed_s + work.dense.row_s * inverse) + work.attention_fixed_s
-    seconds = terms(work.attention, seconds) * work.layers
+    seconds = gemms(work.dense) + work.attention_fixed_s
+    for block_s, blocks, moved_s in work.attention:
+        seconds = seconds + np.maximum(_compute_seconds_all(((block_s, blocks),), sms, beside, rates), moved_s * inverse)
+    seconds = seconds * work.layers
     if work.head is not None:
-        seconds = seconds + terms(work.head.gemms, work.head.fixed_s + work.head.row_s * inverse)
+        seconds = seconds + gemms(work.head)
     result: NDArray[np.float64] = seconds + work.fixed_s
     return result

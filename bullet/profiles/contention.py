@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bullet.devices.fitted import DeviceModel
-from bullet.devices.terms import FittedWork
+from bullet.devices.terms import Blocks, FittedWork
 from bullet.errors import ProfileError
 from bullet.profiles import forms
 from bullet.profiles.forms import Array, FitError
@@ -59,7 +59,9 @@ class LayerTerms:
     """Works of one layer each as arrays: :meth:`DeviceModel.solo_seconds` of all of them under any rate and bandwidth."""
 
     def __init__(self, works: Sequence[FittedWork | None]) -> None:
-        terms = [() if w is None else (*w.dense.gemms, *w.attention) for w in works]
+        terms: list[list[tuple[tuple[Blocks, ...], float]]] = [[] if w is None else [
+            *((tiles.choices, moved_s) for tiles, moved_s in w.dense.gemms),
+            *((((block_s, blocks),), moved_s) for block_s, blocks, moved_s in w.attention)] for w in works]
         width = max((len(t) for t in terms), default=0)
         most = max((len(tiles) for own in terms for tiles, _ in own), default=1)
         padded = np.zeros((len(works), width, most, 2))

@@ -23,7 +23,7 @@ from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.coefficients import DeviceCoefficients
 from bullet.devices.fitted import DeviceModel
-from bullet.devices.terms import Term
+from bullet.devices.terms import Blocks
 from bullet.errors import ProfileError
 from bullet.profiles import forms
 from bullet.profiles.forms import Array, FitError
@@ -193,7 +193,7 @@ class KernelsOnSms:
 
     def __init__(self, sweeps: Mapping[str, Sweep], device: DeviceModel) -> None:
         self.n = n = device.num_sms
-        terms: list[tuple[str, Term, float, int, float]] = []
+        terms: list[tuple[str, tuple[tuple[Blocks, ...], float], float, int, float]] = []
         for op, sweep in sweeps.items():
             for shape, times in sweep.items():
                 term, overhead_s = _terms(op, shape, device)
@@ -242,17 +242,19 @@ class KernelsOnSms:
         return min(found, key=lambda a: round(float(np.mean(np.abs(np.log(self.stretch(a, waves) / self.measured)))), 9))
 
 
-def _terms(op: str, shape: tuple[int, ...], device: DeviceModel) -> tuple[Term, float]:
+def _terms(op: str, shape: tuple[int, ...], device: DeviceModel) -> tuple[tuple[tuple[Blocks, ...], float], float]:
     """Tiles with seconds of bytes, and overhead, of one kernel, as the device has it."""
     c, model = device.coefficients, device.model
     if op == "gemm":
-        return device.gemm_term(work.gemm("g", *shape, model.dtype_bytes)), c.gemm_overhead_s
+        tiles, moved_s = device.gemm_term(work.gemm("g", *shape, model.dtype_bytes))
+        return (tiles.choices, moved_s), c.gemm_overhead_s
     if op == "decode_attention":
         moved = work.decode_attention(model, shape[0], shape[0] * shape[1]).bytes
         return ((((c.decode_attention_seq_s, device.num_sms * shape[0]),),
                  moved / (device.gpu.mem_bytes_per_s * c.decode_attention_bandwidth)), c.decode_attention_overhead_s)
     step = device.prefill_work([(shape[0], 0)], 1, logits_seqs=0)
-    return step.attention[0], c.prefill_attention_overhead_s
+    ((block_s, blocks, moved_s),) = step.attention
+    return (((block_s, blocks),), moved_s), c.prefill_attention_overhead_s
 
 
 def axis_of_kernels(sweeps: Mapping[str, Sweep], device: DeviceModel) -> tuple[dict[str, float], Errors]:
