@@ -184,7 +184,7 @@ HEADER = "arrival_s,prompt_tokens,output_tokens\n"
     ("t.csv", (HEADER + "0,4,0\n").encode(), ["t.csv:2", "1 to 10^9"]),
     ("t.csv", (HEADER + "5,4,5\n4,4,5\n").encode(), ["t.csv:3", "decrease"]),
     ("t.csv", b"", ["t.csv", "empty"]), ("t.csv", HEADER.encode(), ["no requests"]),
-    ("t.csv.gz", gzip.compress((HEADER + "0,4,5\n").encode())[:-9], ["t.csv.gz", "truncated"]),
+    ("t.csv.gz", gzip.compress((HEADER + "0,4,5\n").encode(), mtime=0)[:-9], ["t.csv.gz", "truncated"]),
     ("t.csv", HEADER.encode() + b"0,4,\xff\n", ["t.csv:2", "UTF-8"])])
 def test_a_broken_trace_names_file_and_line(name: str, content: bytes, words: list[str], tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:
