@@ -1,7 +1,8 @@
 """Bullet: how should one GPU be shared between prefill and decode?
 
-``simulate``, ``compare``, ``load_run``, ``table``, ``plot_latency``, ``plot_comparison`` and ``Run`` (docs/api.md) are those of
-:mod:`bullet.api`, which is loaded when the first of them is asked for: commands start without it. ``sweep``, ``goodput``,
+``simulate``, ``compare``, ``load_run``, ``table``, ``plot_latency``, ``plot_comparison``, ``Run``, and ``step_times``,
+``measure_gpu``, ``fit_gpu``, ``plot_gpu`` (docs/api.md) are those of :mod:`bullet.api`, which is loaded when the first of them is
+asked for: commands start without it. ``sweep``, ``goodput``,
 ``capacity`` and ``bound`` are those of :mod:`bullet.sweeps`.
 """
 
@@ -10,13 +11,25 @@ from typing import TYPE_CHECKING, Any
 from bullet.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from bullet.api import Run, compare, load_run, plot_comparison, plot_latency, simulate, table
+    from bullet.api import (
+        Run,
+        compare,
+        fit_gpu,
+        load_run,
+        measure_gpu,
+        plot_comparison,
+        plot_gpu,
+        plot_latency,
+        simulate,
+        step_times,
+        table,
+    )
     from bullet.sweeps.bound import bound
     from bullet.sweeps.goodput import capacity, goodput
     from bullet.sweeps.sweep import sweep
 
-__all__ = ["Run", "__version__", "bound", "capacity", "compare", "goodput", "load_run", "plot_comparison", "plot_latency",
-           "simulate", "sweep", "table"]
+__all__ = ["Run", "__version__", "bound", "capacity", "compare", "fit_gpu", "goodput", "load_run", "measure_gpu",
+           "plot_comparison", "plot_gpu", "plot_latency", "simulate", "step_times", "sweep", "table"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,22 +17,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bullet import policies as known_policies
+from bullet import work
 from bullet.config import Config, RunConfig, configuration, to_toml
 from bullet.devices.base import Device
 from bullet.devices.load import load_device
-from bullet.errors import ConfigError, ResultsError
+from bullet.errors import ConfigError, ResultsError, short
 from bullet.files import Claim, safe_name, write_json, write_text
 from bullet.policies.sharing import share_options
 from bullet.results import folder as folders
 from bullet.results import metrics, tables
-from bullet.results.columns import RequestTable, Rows, RunOutcome, StepTable, Table
+from bullet.results.columns import RequestTable, Rows, RunOutcome, StepTable
 from bullet.signals import Say, Watch, silent, unwatched
+from bullet.state import SplitTable
 from bullet.workload import Workload, load_workload, resolved
 from bullet.workload.report import run_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+
+    from bullet.profiles.fit import Fitted
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +66,7 @@ class Run:
     def requests(self) -> DataFrame:
         """A row a request: the columns of requests.parquet, and ``ttft_s``, ``tpot_s``, ``e2e_s`` (seconds; NaN where the request
         did not finish, and TPOT of one-token outputs). Needs pandas."""
-        table, frame = self.request_table, _frame(self.request_table)
+        table, frame = self.request_table, _frame(self.request_table.data)
         done = table["status"] == "finished"
         for name, of, have in (("ttft_s", metrics.ttft_s, done), ("e2e_s", metrics.e2e_s, done),
                                ("tpot_s", metrics.tpot_s, done & (table["output_tokens"] > 1))):
@@ -74,7 +78,14 @@ class Run:
     @cached_property
     def steps(self) -> DataFrame:
         """A row a step: the columns of steps.parquet; ``predicted_s`` is NaN where the policy predicts nothing. Needs pandas."""
-        return _frame(self.step_table)
+        return _frame(self.step_table.data)
+
+    @cached_property
+    def waits(self) -> DataFrame:
+        """A row a request, by its id: where its time went (:func:`bullet.results.waits.waits`), in seconds. Needs pandas."""
+        from bullet.results.waits import waits
+
+        return _frame({"id": self.request_table["id"], **waits(self.request_table, self.step_table)}).set_index("id")
 
     def table(self) -> str:
         """What ``bullet-sim run`` prints."""
@@ -91,12 +102,12 @@ class Run:
         return plots.plot_sm_share(self.step_table, _figures(self), window_s)
 
 
-def _frame(table: Table) -> DataFrame:
+def _frame(columns: Mapping[str, Any]) -> DataFrame:
     try:
         import pandas as pd
     except ImportError as exc:
         raise ResultsError(f"pandas is not installed ({exc}): pip install 'bullet-llm[pandas]'") from None
-    return pd.DataFrame({name: table[name] for name in table.columns})
+    return pd.DataFrame(columns)
 
 
 def _figures(run: Run) -> Mapping[str, Any]:
@@ -364,3 +375,83 @@ def option_notes(configs: Sequence[RunConfig]) -> list[str]:
     takers = {name: [c.policy.name for c in configs if name in c.policy.options] for name in names}
     return [f"policy.options.{name} is an option of {', '.join(found)} only" for name, found in takers.items()
             if len(found) < len(configs)]
+
+
+# ------------------------------------------------------------------------------------------- a device, a GPU
+
+
+def step_times(config: Config, *, prompts: Sequence[int] = (2048,), decode_seqs: int = 64,
+               context_tokens: int = 1024) -> DataFrame:
+    """How long a prefill of ``prompts`` (tokens of each) and a decode iteration of ``decode_seqs`` requests, ``context_tokens``
+    each, take on the device of ``config`` at each split of the SMs; a row a split. Needs pandas.
+
+    ``prefill_s``, ``decode_s``: beside each other; ``*_alone_s``: the other lane idle; ``prefill_flops_per_s``,
+    ``decode_bytes_per_s``: operations, and the least bytes that must move (docs/model.md), over the seconds beside each other.
+    All layers and the LM head. :class:`~bullet.errors.ConfigError` where the device knows no splits (``device.timing = table``).
+    """
+    for name, given in (("prompts", prompts), ("decode_seqs", decode_seqs), ("context_tokens", context_tokens)):
+        values = given if isinstance(given, list | tuple) else [given]
+        if not values or not all(isinstance(v, int) and 1 <= v <= 10**7 for v in values):
+            raise ConfigError(f"{name} = {short(given)}: must be whole numbers from 1 to 10^7")
+    device_config = configuration(config).device
+    device = load_device(device_config)
+    splits = SplitTable.every(device.num_sms, device_config.partition_step_sms)
+    prefill = device.prefill_work([(tokens, 0) for tokens in prompts], device.model.num_layers, logits_seqs=len(prompts))
+    decode = device.decode_work(decode_seqs, decode_seqs * context_tokens)
+    flops = _total([(tokens, 0) for tokens in prompts], 0, 0, device)[0]
+    moved = _total([], decode_seqs, decode_seqs * context_tokens, device)[1]
+    prefill_s = device.prefill_seconds_all(prefill, splits, decode)[:-1]
+    decode_s = device.decode_seconds_all(decode, splits, prefill)[:-1]
+    return _frame({"prefill_sms": splits.prefill_sms, "decode_sms": splits.decode_sms,
+                   "prefill_s": prefill_s, "decode_s": decode_s,
+                   "prefill_alone_s": device.prefill_seconds_all(prefill, splits, None)[:-1],
+                   "decode_alone_s": device.decode_seconds_all(decode, splits, None)[:-1],
+                   "prefill_flops_per_s": flops / prefill_s, "decode_bytes_per_s": moved / decode_s})
+
+
+def _total(pieces: list[tuple[int, int]], num_seqs: int, context_tokens: int, device: Device) -> tuple[float, float]:
+    """Operations and least bytes of a whole step, on one GPU of the group."""
+    model, tp = device.model, device.tensor_parallel
+    layer = work.layer_kernels(model, pieces, num_seqs, context_tokens, tp)
+    head = work.head_kernels(model, len(pieces) + num_seqs, tp)
+    flops, moved = (model.num_layers * sum(getattr(k, what) for k in layer) + sum(getattr(k, what) for k in head)
+                    for what in ("flops", "bytes"))
+    return flops, moved
+
+
+def measure_gpu(out: str | Path, *, device: str = "cuda", gpu: str = "h200", model: str | None = None,
+                budget_s: float | None = None, say: Say = silent) -> str:
+    """``bullet-profile sweep``: prove the partitions, then time layers and kernels alone and beside each other into ``out``; a
+    folder that holds a part of it is continued. Returns the table that the command prints.
+
+    ``device``: ``cuda`` (the first card; needs the gpu extra), ``cpu``, or ``simulated``: in a card's place the device model of
+    ``gpu``, with 3 % noise. ``budget_s``: seconds for everything.
+    """
+    from bullet.profiler.session import Target, sweep
+
+    target = Target(device) if device != "simulated" else Target(device, gpu=gpu)
+    return "\n".join(sweep(target, Path(out), model=model, budget_s=budget_s, say=say).lines)
+
+
+def fit_gpu(folder: str | Path, *, out: str | Path | None = None, model: str | None = None) -> Fitted:
+    """``bullet-profile fit``: the device that a sweep's rows describe. ``out``: a fresh folder for it, which
+    ``{"device.timing": folder}`` simulates on. Its ``lines()`` are what the command prints: errors on rows left out, coefficients
+    with their intervals, what is not of these rows; ``rows`` is the table, a dictionary a row."""
+    from bullet.profiles.fit import fit_table
+    from bullet.profiles.sweeps import model_of, named_table
+
+    path, rows = named_table(Path(folder), None, model)
+    spec, rows = model_of(rows, model, str(path))
+    fitted = fit_table(rows, spec)
+    if out is not None:
+        with Claim(Path(out)) as claim:
+            fitted.write(claim.folder)
+    return fitted
+
+
+def plot_gpu(folder: str | Path, *, model: str | None = None) -> dict[str, Figure]:
+    """The figures of ``bullet-profile plot`` by their titles: what co-running costs, layers against SMs, what the fit leaves, and
+    of a real card clocks and controls."""
+    from bullet.profiles.page import figures_of
+
+    return figures_of(Path(folder), model)

@@ -7,12 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import bullet
 from bullet import compare, load_run, plot_comparison, plot_latency, simulate, table
 from bullet.cli.sim import main as sim
+from bullet.config import configuration
+from bullet.devices.load import load_device
 from bullet.errors import ConfigError, ResultsError
+from bullet.results.columns import RequestTable, StepTable
+from bullet.results.waits import waits
 
 DEMO = {"workload": {"trace": "azure-code", "num_requests": 30}, "workload.rate_req_per_s": 5}
 POLICIES = ["bullet", "sglang-1024", "sglang-2048", "vllm-1024"]
@@ -85,6 +90,57 @@ def test_frames_have_ttft_tpot_and_end_to_end(tmp_path: Path) -> None:
     assert len(run.steps) == run.summary["steps"]
     assert run.steps["predicted_s"].isna().all()
     assert run.steps["actual_s"].sum() <= run.summary["span_s"] * (1 + 1e-9)
+
+
+def test_waits_of_a_run_add_up_to_its_first_tokens(runs: list[bullet.Run]) -> None:
+    pytest.importorskip("pandas")
+    for run in (runs[0], runs[3]):
+        frame = run.requests.set_index("id").join(run.waits)
+        assert (frame["queued_s"] + frame["prefill_s"] - frame["ttft_s"]).abs().max() < 1e-9
+        assert (frame["behind_prefills_s"] + frame["held_back_s"] - frame["queued_s"]).abs().max() < 1e-8
+        assert (frame["prefill_s"] + frame["decode_s"] + frame["queued_s"] - frame["e2e_s"]).abs().max() < 1e-9
+        assert frame["behind_prefills_s"].max() > 0 <= frame["held_back_s"].min()
+
+
+def test_waits_by_hand() -> None:
+    """Prefills from 1 to 3 and from 5 to 6. One request comes at 0 and is admitted at 1; one at 2, admitted at 5 (1 s behind the
+    first, 2 s while none ran); one is never admitted."""
+    def step(start_s: float, end_s: float, tokens: int) -> dict[str, float]:
+        return {"start_s": start_s, "end_s": end_s, "prefill_tokens": tokens}
+
+    rows = [step(5.0, 6.0, 10), step(1.0, 3.0, 10), step(2.0, 4.5, 0)]
+    steps = StepTable({name: np.array([row[name] for row in rows]) for name in rows[0]})
+    nan = math.nan
+    requests = RequestTable({"arrival_s": np.array([0.0, 2.0, 4.0]), "admitted_s": np.array([1.0, 5.0, nan]),
+                             "first_token_s": np.array([3.0, 6.0, nan]), "finish_s": np.array([3.5, nan, nan])})
+    found = waits(requests, steps)
+    for name, values in (("queued_s", [1, 3, nan]), ("behind_prefills_s", [0, 1, nan]), ("held_back_s", [1, 2, nan]),
+                         ("prefill_s", [2, 1, nan]), ("decode_s", [0.5, nan, nan])):
+        np.testing.assert_allclose(found[name], values)
+    nothing = StepTable({name: np.array([]) for name in rows[0]})
+    np.testing.assert_allclose(waits(requests, nothing)["behind_prefills_s"], [0, 0, nan])
+
+
+def test_step_times_are_the_devices() -> None:
+    pytest.importorskip("pandas")
+    config = {"device.gpu": "h100", "device.partition_step_sms": 4}
+    frame = bullet.step_times(config, prompts=[1000, 500], decode_seqs=8, context_tokens=100)
+    device = load_device(configuration(config).device)
+    prefill = device.prefill_work([(1000, 0), (500, 0)], 32, logits_seqs=2)
+    decode = device.decode_work(8, 800)
+    assert frame["decode_sms"].tolist() == list(range(4, 132, 4))
+    assert (frame["prefill_sms"] + frame["decode_sms"]).unique().tolist() == [132]
+    row = frame[frame["decode_sms"] == 32].iloc[0]
+    assert (row["prefill_s"], row["decode_s"]) == pytest.approx(device.corun_seconds(prefill, 100, decode, 32))
+    assert row["prefill_alone_s"] == pytest.approx(device.solo_seconds(prefill, 100))
+    assert row["decode_alone_s"] == pytest.approx(device.solo_seconds(decode, 32))
+    # 6.98 B of 8.03 B parameters are in the layers' GEMMs; 0.53 B in the LM head, on 2 sequences; attention is some 1 % more.
+    assert row["prefill_flops_per_s"] * row["prefill_s"] == pytest.approx(2 * (1500 * 6.98e9 + 2 * 0.525e9), rel=0.02)
+    # All of these weights once, and 800 tokens of 128 KiB.
+    assert row["decode_bytes_per_s"] * row["decode_s"] == pytest.approx(2 * (6.98e9 + 0.525e9) + 800 * 131072, rel=0.02)
+    for wrong in ({"prompts": []}, {"prompts": [0]}, {"decode_seqs": 0}, {"context_tokens": 1.5}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .*: must be whole numbers"):
+            bullet.step_times({}, **wrong)  # type: ignore[arg-type]
 
 
 def test_without_pandas_one_line_says_so(runs: list[bullet.Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,20 +65,8 @@ def page(folder: Path, out: Path, *, model: str | None = None, replace: bool = F
     :class:`ResultsError` if ``out`` is there and not to be replaced."""
     if out.exists() and not replace:
         raise ResultsError(f"{out}: is there: choose another --out, or say --replace")
-    if not folder.exists():
-        raise ProfileError(f"{folder}: no such folder: give that of bullet-profile sweep")
-    table = read_rows(folder)
-    cards = sorted({str(r["gpu"]) for r in table})
-    if len(cards) > 1:
-        raise ProfileError(f"{folder}: rows of {', '.join(cards)}: one card a page")
-    if not table:
-        raise ProfileError(f"{folder}: holds no rows")
-    spec, rows = model_of(table, model, str(folder))
-    if not any(r["split_prefill_sms"] for r in rows):
-        raise ProfileError(f"{folder}: no row of a partition (all ran on the whole of {cards[0]}): there is no co-running or SM "
-                           "axis to draw")
+    card, on, spec, rows = _read(folder, model)
     drawn, own = _fit(rows, spec), of_implementation(rows, None).rows
-    on = f"{cards[0]}, {spec.name}, {'simulated' if rows[0]['source'] == 'simulated' else 'measured'}"
     parts = [html_table(["", ""], _facts(rows, drawn))]
     for title, words, figure in _figures(own, drawn, on):
         parts.append(f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>")
@@ -93,9 +81,33 @@ def page(folder: Path, out: Path, *, model: str | None = None, replace: bool = F
         [name.replace("_", " ").replace(":", ", "), f"{e['rows']}", *(f"{100 * e[k]:.1f}" for k in ("median", "p90", "worst"))]
         for name, e in drawn.errors.items() if "slowdown" in name or "sm_axis" in name])))
     headline = f"{on}; {len(rows)} rows. {drawn.said}"
-    write_text(out, _PAGE.format(title=html.escape(f"Co-running on {cards[0]}"), headline=html.escape(headline),
+    write_text(out, _PAGE.format(title=html.escape(f"Co-running on {card}"), headline=html.escape(headline),
                                  body="".join(parts)))
     return [headline, f"wrote {out}"]
+
+
+def figures_of(folder: Path, model: str | None = None) -> dict[str, Any]:
+    """The page's figures by their titles, for a notebook; errors as of :func:`page`."""
+    _, on, spec, rows = _read(folder, model)
+    found = _figures(of_implementation(rows, None).rows, _fit(rows, spec), on)
+    return {title: figure for title, _, figure in found if figure is not None}
+
+
+def _read(folder: Path, model: str | None) -> tuple[str, str, ModelSpec, list[Row]]:
+    """The card, all that the rows are of in words, the model, the rows."""
+    if not folder.exists():
+        raise ProfileError(f"{folder}: no such folder: give that of bullet-profile sweep")
+    table = read_rows(folder)
+    cards = sorted({str(r["gpu"]) for r in table})
+    if len(cards) > 1:
+        raise ProfileError(f"{folder}: rows of {', '.join(cards)}: one card a page")
+    if not table:
+        raise ProfileError(f"{folder}: holds no rows")
+    spec, rows = model_of(table, model, str(folder))
+    if not any(r["split_prefill_sms"] for r in rows):
+        raise ProfileError(f"{folder}: no row of a partition (all ran on the whole of {cards[0]}): there is no co-running or SM "
+                           "axis to draw")
+    return cards[0], f"{cards[0]}, {spec.name}, {'simulated' if rows[0]['source'] == 'simulated' else 'measured'}", spec, rows
 
 
 def _wide(text: str) -> str:

@@ -6,7 +6,9 @@ and Ito, told apart by colour-blind readers. Nothing here computes a metric.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +31,20 @@ WINDOW_S = 10.0
 
 
 def figure_of(width: float, height: float) -> Figure:
-    """Empty, in inches, without pyplot."""
+    """Empty, in inches, without pyplot. A notebook shows it all the same: it finds ``_repr_png_``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
+    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
     return figure
+
+
+def _png(figure: Figure) -> bytes:
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png")
+        return file.getvalue()
 
 
 def tidy(axes: Any, x: str, y: str) -> None:
