@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Tests run in so many processes; auto: one a core.
 JOBS ?= auto
 
-.PHONY: lockstep gpu-validate gpu-plan demo test test-core test-torch test-triton39 lint gpu clean
+.PHONY: lockstep gpu-validate gpu-plan demo notebooks dist test test-core test-torch test-triton39 lint gpu clean
 
 # For the tests that need torch: a CPU build, in an environment of its own (1.9 GB). Where plain `torch` is a CUDA build of
 # several gigabytes, name an index of CPU builds as pip takes it: make test TORCH="torch==2.13.0 --index-url URL"
@@ -22,13 +22,19 @@ GPU_ARGS ?= --allow-busy
 
 # Stamps: repeated only when the requirements change.
 $(VENV)/.base: pyproject.toml requirements/base.txt
+	@echo "setting up $(VENV), once: about a minute"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -r requirements/base.txt
-	$(PIP) install --no-deps -e .
+	@$(PIP) install -r requirements/base.txt
+	@$(PIP) install --no-deps -e .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base requirements/test.txt
-	$(PIP) install -r requirements/test.txt
+	@$(PIP) install -r requirements/test.txt
+	@touch $@
+
+$(VENV)/.notebooks: $(VENV)/.base
+	@echo "installing jupyterlab into $(VENV), once: about a minute"
+	@$(PIP) install -e '.[notebooks]'
 	@touch $@
 
 # torch first and alone: what it needs comes from where it comes from.
@@ -39,9 +45,18 @@ $(TORCH_VENV)/.test: pyproject.toml requirements/gpu-test.txt
 	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-deps -e .
 	@touch $@
 
+DEMO = --trace azure-code --rate 5 --num-requests 1000 --policies bullet,sglang-1024,sglang-2048,vllm-1024
 demo: $(VENV)/.base
-	$(BIN)/bullet-sim compare --trace azure-code --rate 5 --num-requests 1000 \
-	    --policies bullet,sglang-1024,sglang-2048,vllm-1024 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	@out=runs/demo-$$(date +%Y%m%d-%H%M%S); $(BIN)/bullet-sim compare $(DEMO) --out $$out && printf '%s\n' '' \
+	    "open      $$out/report.html          the plots of it all, one page" \
+	    "          $$out/bullet/trace.json    the timeline, in ui.perfetto.dev" \
+	    'try next  $(BIN)/bullet-sim compare --trace sharegpt --rate 14 --policies bullet,vllm-1024 --gpu h100' \
+	    '          make notebooks             the same from Python' \
+	    '          docs/add-a-policy.md       a scheduler of your own, in 25 lines'
+
+# Needs the network, once, as the demo does.
+notebooks: $(VENV)/.notebooks
+	$(BIN)/jupyter lab notebooks
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -52,6 +67,17 @@ test: lint test-core test-torch
 
 test-core: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# sdist and wheel in dist/, the wheel tried in an environment of its own, outside the repository.
+dist: $(VENV)/.test
+	@rm -rf dist .venv-dist
+	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@$(PYTHON) -m venv .venv-dist
+	@.venv-dist/bin/python -m pip --disable-pip-version-check -qq install -r requirements/base.txt dist/*.whl
+	@folder=$$(mktemp -d) && bin=$$PWD/.venv-dist/bin && cd $$folder && $$bin/bullet-sim --help > help.txt && \
+	    $$bin/bullet-sim run --num-requests 50 --out run --quiet > run.txt && test -s run/report.html && \
+	    $$bin/bullet-profile show --gpu h100 > show.txt && $$bin/bullet-run --help > run-help.txt && rm -r $$folder
+	@ls dist
 
 # The profiler with torch and triton: no kernel runs, Triton compiles for sm_80, sm_89 and sm_90 without a GPU.
 test-torch: $(TORCH_VENV)/.test
@@ -87,4 +113,4 @@ lockstep: $(VENV)/.base
 	$(BIN)/python -m benchmarks.lockstep --worlds $(LOCKSTEP_WORLDS)
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) .venv-triton39
+	rm -rf $(VENV) $(TORCH_VENV) .venv-triton39 .venv-dist dist

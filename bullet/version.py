@@ -1,3 +1,3 @@
 """The version, for what is below the package's own name."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

@@ -1,13 +1,15 @@
-"""The worked examples of the pages in docs/, run: ``python docs/run_pages.py [PAGE.md ..]`` writes what they print anew.
+"""The worked examples of README.md and the pages in docs/: ``python docs/run_pages.py [PAGE.md ..]`` runs them and writes what
+they print anew.
 
-A page is run from its top in an empty folder that links to the repository's ``experiments`` and ``Makefile``. On the line before a
-block of code stands what it is, in a comment that readers do not see:
+A page is run from its top in an empty folder that links to the repository's ``experiments`` and ``Makefile``. On the line before
+a block of code stands what it is, in a comment that readers do not see:
 
 ``<!-- file: mine.py -->``       a file to write
 ``<!-- run -->``                 commands for bash, or Python; any line that fails ends the page
 ``<!-- fails -->``               commands of which the last must fail; what it says is its output
 ``<!-- shows -->``               what the block before printed
 ``<!-- shows: A .. B -->``       of that, from the first line that holds A to the next one that holds B
+``<!-- of `CMD` shows: A .. B -->``  of a command that the reader does not see
 ``<!-- not run: why -->``        left alone
 
 tests/test_pages.py runs them all and compares: words to the letter, numbers to 2 % or their last digit, since another processor
@@ -25,7 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"^<!-- (file: (?P<file>\S+)|(?P<run>run)|(?P<fails>fails)|shows(: (?P<first>.+?) \.\. (?P<last>.+?))?|"
+BLOCK = re.compile(r"^<!-- (file: (?P<file>\S+)|(?P<run>run)|(?P<fails>fails)|"
+                   r"(of `(?P<of>[^`]+)` )?(?P<shows>shows)(: (?P<first>.+?) \.\. (?P<last>.+?))?|"
                    r"not run: [^>]+) -->\n```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 WIDTH = "100"
@@ -33,8 +36,8 @@ WIDTH = "100"
 
 def pages() -> list[Path]:
     """Those with anything to run."""
-    return [page for page in sorted((ROOT / "docs").glob("*.md"))
-            if re.search(r"^<!-- (run|fails) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+    return [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+            if re.search(r"^<!-- (run|fails|of `.*) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)]
 
 
 def environment() -> dict[str, str]:
@@ -75,7 +78,9 @@ def run(page: Path, folder: Path) -> Iterator[tuple[int, int, str, str]]:
             (folder / match["file"]).write_text(text, encoding="utf-8")
         elif match["run"] or match["fails"]:
             output = execute(text, match["kind"], folder, bool(match["fails"])).replace(f"{folder}/", "")
-        elif match[1].startswith("shows"):
+        elif match["shows"]:
+            if match["of"]:
+                output = execute(match["of"], "sh", folder, False)
             yield *match.span("text"), text, part(output, match["first"], match["last"])
 
 

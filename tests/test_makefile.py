@@ -38,3 +38,19 @@ def test_the_plan_needs_no_card(tmp_path: Path) -> None:
     status, (call,) = make(tmp_path, "gpu-plan")
     assert status == 0
     assert call[:6] == ["-m", "bullet.cli.profile", "stages", "--plan-only", "--gpu", "h200"]
+
+
+def test_the_demo_says_what_to_open_and_what_to_try_next(tmp_path: Path) -> None:
+    """A stand-in for the environment that the Makefile would set up, and for the command."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    command = tmp_path / "venv" / "bin" / "bullet-sim"
+    command.write_text('#!/bin/sh\necho "called $@"\n')
+    command.chmod(0o755)
+    (tmp_path / "venv" / ".base").touch()
+    done = subprocess.run(["make", "demo", f"VENV={tmp_path}/venv"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=True)
+    called, _, *rest = done.stdout.splitlines()
+    folder = called.rpartition(" ")[2]
+    assert called.startswith("called compare --trace azure-code --rate 5 ")
+    assert [line.split()[:2] for line in (rest[0], rest[2])] == [["open", f"{folder}/report.html"], ["try", "next"]]
+    assert "pip" not in done.stdout + done.stderr

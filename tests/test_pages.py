@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from bullet.policies import PolicyContext
+from bullet.state import (
+    DecodeStep,
+    HybridStep,
+    KvCache,
+    Partition,
+    PrefillStep,
+    Published,
+    Request,
+    SplitTable,
+    SystemState,
+    Wait,
+)
+from docs.make_coefficients import PAGE, with_tables
+from docs.make_picture import SYSTEMS, draw
 from docs.run_pages import ROOT, differs, pages, part, run
 
 TASKS = ("add-a-policy", "add-a-gpu", "add-a-model", "add-a-trace", "measure-your-gpu", "reproduce-a-figure",
@@ -18,7 +34,7 @@ TEXTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_its_examples_do_what_it_says(page: Path, tmp_path: Path) -> None:
     for _, _, written, found in run(page, tmp_path):
-        assert differs(written, found) is None, f"python docs/run_pages.py docs/{page.name} writes it anew"
+        assert differs(written, found) is None, f"python docs/run_pages.py {page.relative_to(ROOT)} writes it anew"
 
 
 def test_every_task_has_a_page_that_is_run_and_a_link_from_the_readme() -> None:
@@ -28,9 +44,38 @@ def test_every_task_has_a_page_that_is_run_and_a_link_from_the_readme() -> None:
         assert [name for name in TASKS if f"]({prefix}{name}.md)" not in text.read_text(encoding="utf-8")] == []
 
 
+def test_the_readmes_table_is_the_demos() -> None:
+    (demo,) = re.findall(r"^DEMO = (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"`bullet-sim compare {demo} --no-report --quiet`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_picture_is_of_steps_of_both_systems() -> None:
+    figure = draw()
+    shared, own = (sum(len(collection.get_paths()) for collection in axes.collections) for axes in figure.axes)
+    assert min(shared, own) > 10
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(SYSTEMS.values())
+
+
+def test_the_coefficients_page_is_what_the_fits_are() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "python docs/make_coefficients.py writes it anew"
+
+
+def test_the_policys_page_names_all_that_a_policy_sees_and_answers() -> None:
+    text = (ROOT / "docs" / "add-a-policy.md").read_text(encoding="utf-8")
+    state = SystemState(SplitTable.every(108), KvCache(10), 32, Partition(54, 54))
+    transitions = {name for name in dir(SystemState) if re.match(r"arrive|begin|finish|end_|join_|release|check", name)}
+    internal = {"place", "slot", "join_iteration", "join_tokens"}
+    for seen in ({name for name in dir(state) if not name.startswith("_")} - transitions, set(Request.__slots__) - internal,
+                 {field.name for field in dataclasses.fields(PolicyContext)},
+                 *(set(step._fields) for step in (PrefillStep, DecodeStep, HybridStep, Wait, Published))):
+        assert sorted(name for name in seen if not re.search(rf"`[^`]*\b{name}\b[^`]*`", text)) == []
+
+
 def test_the_reading_page_names_every_page() -> None:
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"]({page.name})" not in text] == []
+    others = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {name for name in others if f"]({name})" not in text} == set()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.name)
@@ -56,7 +101,9 @@ def test_a_page_whose_command_fails_says_which(tmp_path: Path) -> None:
     for block, ok in (("<!-- run -->\n```sh\ntrue\nfalse\ntrue\n```", False), ("<!-- fails -->\n```sh\ntrue\n```", False),
                       ("<!-- fails -->\n```sh\necho why >&2; exit 2\n```\n<!-- shows -->\n```\nwhy\n```", True),
                       ("<!-- not run: a reason -->\n```sh\nfalse\n```", True), ("```sh\nfalse\n```", True),
-                      ("<!-- file: a.py -->\n```python\nprint(1)\n```\n<!-- run -->\n```sh\npython a.py\n```\n<!-- shows -->\n```\n1\n```", True)):
+                      ("<!-- of `echo 1` shows -->\n```\n1\n```", True),
+                      ("<!-- file: a.py -->\n```python\nprint(1)\n```\n<!-- run -->\n```sh\npython a.py\n```\n"
+                       "<!-- shows -->\n```\n1\n```", True)):
         page.write_text(f"{block}\n")
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
