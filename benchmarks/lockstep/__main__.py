@@ -47,10 +47,13 @@ def _running(world: World) -> dict[str, Any]:
 VLLM = (Kind("ample KV", {"tight": False}, "vllm-{}", _seqs), Kind("tight KV", {"tight": True}, "vllm-{}", _seqs),
         Kind("ample KV, prefix cache", {"tight": False, "caching": True}, "vllm-{}", _cached),
         Kind("tight KV, prefix cache", {"tight": True, "caching": True}, "vllm-{}", _cached))
+VLLM_NEW = tuple(kind._replace(options=lambda world, own=kind.options: own(world) | {"admission": "check", "freed_uncached": "front"}) for kind in VLLM)
 SGLANG = tuple(Kind(f"{words}, {kv} KV", {"tight": kv == "tight", "announced": ANNOUNCED, "least_budget": least},
                     "sglang-{}" + suffix, _running)
                for words, suffix, least in (("chunks first", "", 0), ("mixed", "-mixed", 13)) for kv in ("ample", "tight"))
-ENGINES = {"vllm-0.8.5": ("vllm", "0.8.5", "vllm_085", VLLM, 16), "sglang-0.4.6": ("sglang", "0.4.6", "sglang_046", SGLANG, 1)}
+ENGINES = {"vllm-0.8.5": ("vllm", "0.8.5", "vllm_085", VLLM, 16),
+           "vllm-0.33.0": ("vllm", "0.33.0", "vllm_033", VLLM_NEW, 16),
+           "sglang-0.4.6": ("sglang", "0.4.6", "sglang_046", SGLANG, 1)}
 
 
 def run(engine: str, folder: Path, count: int) -> int:

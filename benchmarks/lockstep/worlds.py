@@ -100,7 +100,8 @@ class Ours:
         paging = getattr(policy, "paging", None)
         self.state: SystemState
         if paging is not None:
-            self.state = PagedState(SPLITS, PrefixKvCache(world.blocks, shared, caching=paging.prefix_cache), 32, whole, paging)
+            self.state = PagedState(SPLITS, PrefixKvCache(world.blocks, shared, caching=paging.prefix_cache,
+                                                           uncached_first=paging.uncached_first), 32, whole, paging)
         else:
             blocks = world.blocks * BLOCK // block_tokens
             kv = SharingKvCache(blocks, shared, block_tokens) if world.caching else KvCache(blocks, block_tokens)

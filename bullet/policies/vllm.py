@@ -28,6 +28,8 @@ That is the default. Options bring back what a replay of a 0.19 run needs (docs/
   are taken chunk by chunk), ``reserve`` (of no engine: a prompt's blocks are all taken when it is admitted).
 - ``steps_in_flight``: 2 decides the next step while one still runs (the engine's asynchronous scheduling).
 - ``resume``: ``front`` (the engine's way) or ``back`` of the queue for preempted requests.
+- ``freed_uncached``: where freed blocks that hold nothing cached go in the queue of free ones, ``back`` (as all do, 0.8) or
+  ``front`` (0.33: used again before anything cached is lost).
 
 With any of them but ``chunk`` and ``reserve``, blocks have names and ``running`` is the engine's own list, walked request by
 request (``_paged_step``).
@@ -51,11 +53,12 @@ OPTIONS: dict[str, Any] = {
     "admission": "chunk",
     "steps_in_flight": 1,
     "resume": "front",
+    "freed_uncached": "back",
 }
 LARGE_DEVICE_BYTES, SEQS_ON_LARGE = 70 * GIB, 1024
 """From so much memory on the engine's default is the larger one (``engine/arg_utils.py``)."""
 CHOICES: Mapping[str, tuple[Any, ...]] = {"admission": ("reserve", "check", "chunk"), "steps_in_flight": (1, 2),
-                                          "resume": ("front", "back")}
+                                          "resume": ("front", "back"), "freed_uncached": ("back", "front")}
 
 
 class Vllm:
@@ -83,7 +86,7 @@ class Vllm:
         named = options["prefix_cache"] or any(options[name] != OPTIONS[name] for name in ("steps_in_flight", "resume"))
         if named or self.admission == "check":
             self.paging = Paging(options["prefix_cache"], self.admission == "reserve", options["resume"] == "back",
-                                 options["steps_in_flight"])
+                                 options["steps_in_flight"], options["freed_uncached"] == "front")
         #: Whether blocks are counted, and a prompt takes them chunk by chunk.
         self.by_chunk = self.paging is None and self.admission == "chunk"
         self._decode_all = HybridStep(self.sms, steady=True, by_chunk=self.by_chunk)  # most steps are this one

@@ -53,7 +53,7 @@ class PagedSimulation(Simulation):
                               f"with names are not modelled for layers with a window, which {device.model.name} has")
         shared = workload.shared_prefix or {}
         check_prefixes(shared, self.prompts, workload.name)
-        blocks = PrefixKvCache(kv.total_blocks, shared, caching=paging.prefix_cache)
+        blocks = PrefixKvCache(kv.total_blocks, shared, caching=paging.prefix_cache, uncached_first=paging.uncached_first)
         num_sms = splits.num_sms
         self.state = PagedState(splits, blocks, device.model.num_layers, Partition(num_sms, num_sms), paging)
         self.depth = paging.steps_in_flight

@@ -4,7 +4,8 @@
 as in vLLM V1 (``v1/core/block_pool.py``, ``kv_cache_manager.py``):
 
 - Free blocks form a queue. New blocks come from its head; a request's blocks return to its tail, last block first, so that
-  the ends of prompts are lost before their beginnings.
+  the ends of prompts are lost before their beginnings. Later engines return blocks that hold nothing cached to the head
+  (``uncached_first``): they are handed out before anything cached is lost.
 - A full block is entered in the cache when the tokens that fill it are scheduled, under a key that stands for its whole
   prefix. It keeps the key after it is freed, until it is handed out anew.
 - A request that is admitted takes over the longest run of cached blocks that its known tokens begin with, short of the last
@@ -38,13 +39,14 @@ class Paging(NamedTuple):
 
     ``reserve``: a request takes the blocks of all its known tokens when admitted, else step by step. ``resume_back``:
     preempted requests return to the back of the queue instead of its front. ``steps_in_flight``: 1, or 2 (the next step is
-    decided while one still runs).
+    decided while one still runs). ``uncached_first``: of freed blocks those that nothing is cached in are used again first.
     """
 
     prefix_cache: bool
     reserve: bool
     resume_back: bool
     steps_in_flight: int
+    uncached_first: bool = False
 
 
 _GONE: Any = object()
@@ -105,17 +107,20 @@ class _Tables(_Overlay):
 
 
 class _FreeQueue:
-    """The queue of free blocks: its head is read on from the queue beneath, its tail is kept apart."""
+    """The queue of free blocks: what is beneath is read on from its head, what comes before and behind is kept apart."""
 
-    __slots__ = ("base", "left", "tail")
+    __slots__ = ("base", "head", "left", "tail")
 
     def __init__(self, base: OrderedDict[int, None]) -> None:
         self.base = iter(base)
         self.left: set[int] = set()  # taken out of the middle of the queue beneath
+        self.head: OrderedDict[int, None] = OrderedDict()
         self.tail: OrderedDict[int, None] = OrderedDict()
 
     def popitem(self, last: bool) -> tuple[int, None]:
         assert not last
+        if self.head:
+            return self.head.popitem(last=False)
         for block in self.base:
             if block not in self.left:
                 self.left.add(block)
@@ -125,9 +130,17 @@ class _FreeQueue:
     def __setitem__(self, block: int, value: None) -> None:
         self.tail[block] = value
 
+    def move_to_end(self, block: int, last: bool) -> None:
+        assert not last
+        del self.tail[block]
+        self.head[block] = None
+        self.head.move_to_end(block, last=False)
+
     def __delitem__(self, block: int) -> None:
         if block in self.tail:
             del self.tail[block]
+        elif block in self.head:
+            del self.head[block]
         else:
             self.left.add(block)
 
@@ -135,12 +148,12 @@ class _FreeQueue:
 class PrefixKvCache(KvCache):
     """Blocks ``1 .. total``. Free + referenced = all; cached blocks may be either."""
 
-    __slots__ = ("_cached", "_entered", "_free", "_key", "_references", "_shared", "caching", "tables")
+    __slots__ = ("_cached", "_entered", "_free", "_key", "_references", "_shared", "caching", "tables", "uncached_first")
 
     def __init__(self, total_blocks: int, shared: SharedPrefixes | None = None, *, caching: bool = True,
-                 block_tokens: int = KV_BLOCK_TOKENS) -> None:
+                 block_tokens: int = KV_BLOCK_TOKENS, uncached_first: bool = False) -> None:
         super().__init__(total_blocks, block_tokens)
-        self.caching = caching
+        self.caching, self.uncached_first = caching, uncached_first
         #: request id -> its blocks, in order of its tokens
         self.tables: dict[int, list[int]] = {}
         self._shared = dict(shared or {})
@@ -158,6 +171,7 @@ class PrefixKvCache(KvCache):
         """
         other = PrefixKvCache.__new__(PrefixKvCache)
         other.total_blocks, other.block_tokens, other.caching = self.total_blocks, self.block_tokens, self.caching
+        other.uncached_first = self.uncached_first
         other.free_blocks, other.peak_blocks, other._shared = self.free_blocks, self.peak_blocks, self._shared
         overlay: Any = _Overlay
         tables: Any = _Tables(self.tables)
@@ -256,12 +270,17 @@ class PrefixKvCache(KvCache):
     def free(self, request: Request) -> None:
         """Give back a request's blocks, last first; one that others hold stays referenced."""
         references, free, given = self._references, self._free, 0
+        empty: list[int] = []
         for block in reversed(self.tables.pop(request.id)):
             left = references[block] - 1
             references[block] = left
             if left == 0:
                 free[block] = None
                 given += 1
+                if self.uncached_first and self._key[block] is None:
+                    empty.append(block)
+        for block in reversed(empty):
+            free.move_to_end(block, last=False)
         self.give_back(given)
         del self._entered[request.id]
 
@@ -322,20 +341,10 @@ class PagedState(SystemState):
     def begin_paged(self, step: HybridStep, now_s: float) -> list[tuple[Request, bool]]:
         """Carry out what a step says of blocks and queues; its requests in order, and whether each gets a token by it.
 
-        Victims go first: they only append to the free queue, so which blocks the others get does not depend on it.
+        A victim goes when a request before it finds no blocks, as in the engine, the rest behind all others: what it gives back
+        may be handed out next.
         """
-        for victim in step.preempt:
-            request = self.running.pop()
-            assert request.id == victim, f"{request} is the tail of running, not {victim}"
-            self.blocks.free(request)
-            request.phase = Phase.WAITING
-            request.computed_tokens = 0
-            request.preemptions += 1
-            request.queued_s = now_s
-            if self.paging.resume_back:
-                self.queue.append(request)
-            else:
-                self.queue.push_front(request)
+        victims = list(reversed(step.preempt))
         running = {request.id: request for request in self.running}
         unknown, blocks = self.unknown, self.blocks
         served: list[tuple[Request, bool]] = []
@@ -344,8 +353,11 @@ class PagedState(SystemState):
             if found is not None:
                 request = found
                 assert request.computed_tokens == past, f"{request}: a chunk starts at {past}"
-                fits = blocks.extend(request, past + new, past + new)
+                while not (fits := blocks.extend(request, past + new, past + new)) and victims:
+                    self._preempt(victims.pop(), now_s)
             else:
+                while victims:
+                    self._preempt(victims.pop(), now_s)
                 request = self._take_in(request_id, now_s)
                 hits = blocks.hits(request)
                 assert len(hits) * blocks.block_tokens == past, f"{request}: {len(hits)} blocks hit, {past} tokens said"
@@ -360,9 +372,24 @@ class PagedState(SystemState):
             if lacking == 0:
                 unknown[request_id] += 1
             served.append((request, lacking == 0))
+        while victims:
+            self._preempt(victims.pop(), now_s)
         assert served, f"{step}: an empty batch"
         self.in_flight[HYBRID] = InFlight(step, now_s)
         return served
+
+    def _preempt(self, victim: int, now_s: float) -> None:
+        request = self.running.pop()
+        assert request.id == victim, f"{request} is the tail of running, not {victim}"
+        self.blocks.free(request)
+        request.phase = Phase.WAITING
+        request.computed_tokens = 0
+        request.preemptions += 1
+        request.queued_s = now_s
+        if self.paging.resume_back:
+            self.queue.append(request)
+        else:
+            self.queue.push_front(request)
 
     def _take_in(self, request_id: int, now_s: float) -> Request:
         request = self.queue.remove(request_id)
