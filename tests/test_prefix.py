@@ -37,6 +37,22 @@ def test_blocks_come_from_the_head_and_return_last_first() -> None:
     assert kv.free_blocks == 1
 
 
+def test_blocks_without_a_content_may_be_used_again_first() -> None:
+    """Request 1 gives back block 5, which is not full, and 4, which is cached: 5 to the head, 4 to the tail."""
+    kv = PrefixKvCache(6, uncached_first=True)
+    admit(kv, request(0, 48))
+    b = request(1, 20)
+    admit(kv, b)
+    plan = kv.plan()
+    for own in (plan, kv):  # in a plan as in the cache itself
+        own.free(b)
+        c = request(2, 30)
+        assert own.admit(c, own.hits(c), 30, 30)
+        assert own.tables[2] == [5, 6]  # the free queue was 5, 6, 4
+        assert own.key(1, 0) == (1, 0)
+        assert own.hits(request(1, 20)) == [4]
+
+
 def test_a_hit_stops_short_of_the_last_token() -> None:
     kv = PrefixKvCache(8, {1: (0, 2), 2: (0, 2), 3: (0, 2)})
     admit(kv, request(0, 40))

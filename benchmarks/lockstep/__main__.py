@@ -47,7 +47,9 @@ def _running(world: World) -> dict[str, Any]:
 VLLM = (Kind("ample KV", {"tight": False}, "vllm-{}", _seqs), Kind("tight KV", {"tight": True}, "vllm-{}", _seqs),
         Kind("ample KV, prefix cache", {"tight": False, "caching": True}, "vllm-{}", _cached),
         Kind("tight KV, prefix cache", {"tight": True, "caching": True}, "vllm-{}", _cached))
-VLLM_NEW = tuple(kind._replace(options=lambda world, own=kind.options: own(world) | {"admission": "check", "freed_uncached": "front"}) for kind in VLLM)
+SINCE = {"admission": "check", "freed_uncached": "front"}
+VLLM_NEW = tuple(kind._replace(options=lambda world, own=kind.options: own(world) | SINCE)  # type: ignore[misc]
+                 for kind in VLLM)
 SGLANG = tuple(Kind(f"{words}, {kv} KV", {"tight": kv == "tight", "announced": ANNOUNCED, "least_budget": least},
                     "sglang-{}" + suffix, _running)
                for words, suffix, least in (("chunks first", "", 0), ("mixed", "-mixed", 13)) for kv in ("ample", "tight"))

@@ -28,8 +28,9 @@ def load(source: Path) -> dict[str, Any]:
         "vllm.utils.torch_utils": {"get_dtype_size": lambda dtype: 2},
         "vllm.utils.hashing": {"xxhash": hash, "xxhash_cbor": hash},
     }
-    sys.meta_path.insert(0, Finder(("vllm", *absent("torch", "msgspec", "prometheus_client", "psutil", "zmq", "cbor2", "uvloop", "cloudpickle", "pydantic", "fastapi", "regex")), REAL,
-                                   given))
+    outside = absent("torch", "msgspec", "prometheus_client", "psutil", "zmq", "cbor2", "uvloop", "cloudpickle", "pydantic",
+                     "fastapi", "regex")
+    sys.meta_path.insert(0, Finder(("vllm", *outside), REAL, given))
     for name in PACKAGES:
         package(name, str(source.joinpath(*name.split("."))))
     sys.modules["vllm.utils"].length_from_prompt_token_ids_or_embeds = lambda ids, embeds: len(ids)  # type: ignore[attr-defined]

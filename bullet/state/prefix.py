@@ -354,10 +354,10 @@ class PagedState(SystemState):
                 request = found
                 assert request.computed_tokens == past, f"{request}: a chunk starts at {past}"
                 while not (fits := blocks.extend(request, past + new, past + new)) and victims:
-                    self._preempt(victims.pop(), now_s)
+                    self._send_back(victims.pop(), now_s)
             else:
                 while victims:
-                    self._preempt(victims.pop(), now_s)
+                    self._send_back(victims.pop(), now_s)
                 request = self._take_in(request_id, now_s)
                 hits = blocks.hits(request)
                 assert len(hits) * blocks.block_tokens == past, f"{request}: {len(hits)} blocks hit, {past} tokens said"
@@ -373,12 +373,12 @@ class PagedState(SystemState):
                 unknown[request_id] += 1
             served.append((request, lacking == 0))
         while victims:
-            self._preempt(victims.pop(), now_s)
+            self._send_back(victims.pop(), now_s)
         assert served, f"{step}: an empty batch"
         self.in_flight[HYBRID] = InFlight(step, now_s)
         return served
 
-    def _preempt(self, victim: int, now_s: float) -> None:
+    def _send_back(self, victim: int, now_s: float) -> None:
         request = self.running.pop()
         assert request.id == victim, f"{request} is the tail of running, not {victim}"
         self.blocks.free(request)
