@@ -50,7 +50,7 @@ demo: $(VENV)/.base
 	@out=runs/demo-$$(date +%Y%m%d-%H%M%S); $(BIN)/bullet-sim compare $(DEMO) --out $$out && printf '%s\n' '' \
 	    "open      $$out/report.html          the plots of it all, one page" \
 	    "          $$out/bullet/trace.json    the timeline, in ui.perfetto.dev" \
-	    'try next  $(BIN)/bullet-sim compare --trace sharegpt --rate 14 --policies bullet,vllm-1024 --gpu h100' \
+	    'try next  $(BIN)/bullet-sim compare --trace sharegpt --rate 16 --policies bullet,vllm-1024,static-96' \
 	    '          make notebooks             the same from Python' \
 	    '          docs/add-a-policy.md       a scheduler of your own, in 25 lines'
 
@@ -71,7 +71,8 @@ test-core: $(VENV)/.test
 # sdist and wheel in dist/, the wheel tried in an environment of its own, outside the repository.
 dist: $(VENV)/.test
 	@rm -rf dist .venv-dist
-	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@mkdir dist && $(BIN)/python -m build --no-isolation --outdir dist . > dist/log 2>&1 || { cat dist/log; exit 1; }
+	@rm dist/log
 	@$(PYTHON) -m venv .venv-dist
 	@.venv-dist/bin/python -m pip --disable-pip-version-check -qq install -r requirements/base.txt dist/*.whl
 	@folder=$$(mktemp -d) && bin=$$PWD/.venv-dist/bin && cd $$folder && $$bin/bullet-sim --help > help.txt && \

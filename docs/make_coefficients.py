@@ -73,10 +73,10 @@ def _kind(fit: dict[str, Any], name: str, family: str) -> str:
 def tables() -> str:
     """Coefficients by card, then errors on rows left out."""
     fits = {card: fit_of(card) for card in CARDS}
-    lines = ["| coefficient | what it is | " + " | ".join(CARDS) + " |", "|---|---|" + "---|" * len(CARDS)]
+    lines = ["| | " + " | ".join(CARDS) + " |", "|---|" + "---|" * len(CARDS)]
     for name, what, family, unit in ROWS:
         cells = (f"{_value(fit[name], unit)}<br>{_kind(fit, name, family)}" for fit in fits.values())
-        lines.append(f"| `{name}` | {what} | " + " | ".join(cells) + " |")
+        lines.append(f"| {what}<br>`{name}` | " + " | ".join(cells) + " |")
     lines += ["", "Errors on rows that the fit has not seen, median / P90 / worst %:", "",
               "| | " + " | ".join(CARDS) + " |", "|---|" + "---|" * len(CARDS)]
     for key, what in ERRORS:

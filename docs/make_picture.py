@@ -44,7 +44,7 @@ def blocks(run: Run) -> dict[str, list[tuple[tuple[float, float], ...]]]:
 def draw() -> Figure:
     """The figure; its text is large, for it is read at 390 pixels too."""
     runs = compare(LOAD, list(SYSTEMS))
-    figure = Figure(figsize=(10, 5.6), dpi=128, layout="constrained")
+    figure = Figure(figsize=(9, 4.4), dpi=142, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, run, title in zip(figure.subplots(2, 1, sharex=True), runs, SYSTEMS.values(), strict=True):
         for name, colour in KINDS:
@@ -53,14 +53,14 @@ def draw() -> Figure:
         axes.set_xlim(0, 1e3 * LENGTH_S)
         axes.set_ylim(0, run.summary["num_sms"])
         axes.set_yticks([0, 54, 108])
-        axes.set_title(title, fontsize=15, loc="left")
-        axes.set_ylabel("SMs", fontsize=14)
-        axes.tick_params(labelsize=13)
+        axes.set_title(title, fontsize=17, loc="left")
+        axes.set_ylabel("SMs", fontsize=16)
+        axes.tick_params(labelsize=14)
         axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("milliseconds of a simulated run: Llama-3.1-8B, A100, ShareGPT at 12 req/s", fontsize=14)
+    axes.set_xlabel("ms, simulated: Llama-3.1-8B on an A100, ShareGPT at 12 req/s", fontsize=16)
     handles = [Patch(color=colour, alpha=0.8, label=name) for name, colour in KINDS]
-    figure.legend(handles=[*handles, Patch(color=SHARED, label="SMs shared")], loc="outside lower center", ncols=4, fontsize=14,
-                  frameon=False, columnspacing=1.2, handlelength=1.3)
+    figure.legend(handles=[*handles, Patch(color=SHARED, label="SMs shared")], loc="outside lower center", ncols=4, fontsize=16,
+                  frameon=False, columnspacing=1.0, handlelength=1.0, handletextpad=0.4)
     return figure
 
 
