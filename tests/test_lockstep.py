@@ -45,6 +45,17 @@ def test_a_world_by_hand() -> None:
     assert engine.step() == Outcome({0: 1}, frozenset(), 17)
 
 
+def test_blocks_filled_in_a_step_are_hit_in_it() -> None:
+    """6 blocks. After 40 of the first prompt's 64 tokens 3 are held; its other 24 take one and leave 2. The second has 80 tokens,
+    5 blocks, 3 of which it shares with the first: two are cached, the third by this step's chunk. So 2 are enough."""
+    world = World(0, (Row(0, 64, 2), Row(0, 80, 2, 0, 3)), 6, 40, 4, True)
+    engine = Ours(world, worlds.make("vllm-40", {"max_num_seqs": 4, "prefix_cache": True, "admission": "check"}))
+    engine.arrive(0)
+    engine.arrive(1)
+    assert engine.step() == Outcome({0: 40}, frozenset(), 3)
+    assert engine.step() == Outcome({0: 24, 1: 16}, frozenset(), 1)
+
+
 def test_a_scheduler_beside_itself_does_not_differ_and_one_that_goes_astray_is_caught_at_its_step() -> None:
     assert worlds.compare(WORLD, ours(WORLD), ours(WORLD), same) is None
     line = worlds.compare(WORLD, ours(WORLD), ours(WORLD, Astray), same)

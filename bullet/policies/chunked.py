@@ -18,6 +18,11 @@ outputs and, unlike a chat client's 4,096, lets a batch grow.
 
 Retraction, when decode finds no block: those with the fewest generated tokens leave (the longest prompt first), at least
 one, until each that stays has room for 20 tokens; they queue up *behind* who waits.
+
+``release = "0.5"`` is the loop of 0.5.23 in the same words: whoever ended is gone at the next step already; a newcomer takes a
+page more, and of its announced length what is left; a prompt takes blocks chunk by chunk, and a chunk is no longer than the room
+that is left, where there is any; decodes are mixed in only if the coming step's blocks are free; retraction ends as soon as they
+are.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ OPTIONS = {
     "ratio_decay_steps": 600,
     "assumed_new_tokens": 512,
     "retract_steps": 20,
+    "release": "0.4.6",  # or 0.5
     "schedule_policy": "fcfs",  # or lpm: of the waiting, who shares most with the cache first; while few enough wait
 }
 LPM_QUEUE = 128
@@ -52,8 +58,10 @@ class Sglang:
         self.name = f"sglang-{chunk_tokens}" + ("-mixed" if mixed else "")
         options = read_options(self.name, context.options, OPTIONS)
         for name, value in options.items():
-            if name != "schedule_policy":
+            if not isinstance(value, str):
                 require(options, name, value > 0, "positive")
+        require(options, "release", options["release"] in ("0.4.6", "0.5"), "0.4.6 or 0.5")
+        self.later = options["release"] == "0.5"
         require(options, "schedule_policy", options["schedule_policy"] in ("fcfs", "lpm"), "fcfs or lpm")
         self.longest_prefix = options["schedule_policy"] == "lpm"
         self.chunk_tokens = chunk_tokens
@@ -84,7 +92,7 @@ class Sglang:
         seqs, growth = decode.size, decode.growth_blocks
         if decode.version != self.version:
             self._follow(decode)
-        if self.full_at is not None and self.prefilled and seqs + len(self.ended) < self.full_at:
+        if self.full_at is not None and (self.prefilled or self.later) and seqs + len(self.ended) < self.full_at:
             self.full_at = None  # a prompt of the last batch ended with its first token, which is seen at once
         self.prefilled = False
         if not seqs:
@@ -93,16 +101,16 @@ class Sglang:
             elif not self.ended:
                 self.full_at = None
         short = growth > state.kv.free_blocks
-        if self.mixed and short:
+        if self.mixed and short and not self.later:
             return self._retract(state)
         while True:
             if state.chunked or (queue and self.full_at is None):
-                chunks = self._chunks(state)
+                chunks = self._later_chunks(state) if self.later else self._chunks(state)
                 if chunks:
                     self.prefilled = self.tidied = True
                     if self.mixed:
                         self.ended.clear()
-                    return HybridStep(self.sms, chunks, self.mixed and seqs > 0)
+                    return self._prefill(state, chunks)
             if seqs or not self.ended:
                 break
             self._idle()  # all that ran has ended: the engine tidies up, finds nothing to run, and tries again at once
@@ -110,7 +118,7 @@ class Sglang:
             return Wait(reason="nothing fits")
         if short:
             return self._retract(state)
-        self.tidied = False
+        self.tidied = self.later
         if self.ended:
             self.ended.clear()
             self.full_at = None  # seen only now: the batch is tidied up in a decode step, so admission lags one behind
@@ -191,6 +199,72 @@ class Sglang:
             self.full_at = seqs + len(chunks)
         return tuple(chunks)
 
+    def _prefill(self, state: SystemState, chunks: tuple[Chunk, ...]) -> HybridStep:
+        """A prefill batch, the decodes with it if they are mixed."""
+        seqs = state.decode.size
+        if not self.later:
+            return HybridStep(self.sms, chunks, self.mixed and seqs > 0)
+        kv, by_chunk = state.kv, not state.kv.sharing
+        mixed = self.mixed and seqs > 0
+        if mixed and by_chunk:
+            taken = sum(kv.blocks_for(c.past_tokens + c.new_tokens) - kv.blocks_for(c.past_tokens) for c in chunks)
+            mixed = kv.free_blocks - taken >= state.decode.growth_blocks
+        if mixed:
+            self.full_at = None  # the flag is lost with the batch that had it
+        return HybridStep(self.sms, chunks, mixed, by_chunk=by_chunk)
+
+    def _later_chunks(self, state: SystemState) -> tuple[Chunk, ...]:
+        """The same in 0.5: blocks are taken as chunks come, and each prompt of a batch counts a page more."""
+        self.full_at = None
+        decode, kv = state.decode, state.kv
+        seqs = decode.size
+        beside = seqs if self.mixed else 0
+        budget, input_left = self.chunk_tokens - beside, self.max_prefill_tokens - beside
+        running = self._set_aside(state)
+        free_tokens = kv.free_blocks * kv.tokens_a_block
+        aside = running + (decode.growth_blocks * kv.tokens_a_block if self.mixed else 0)
+        page = kv.block_tokens
+        chunks: list[Chunk] = []
+        for request in state.chunked:
+            lacking = request.known_tokens - request.computed_tokens
+            room = int(free_tokens - aside)
+            new = min(lacking, budget, room if room > 0 else budget, int(free_tokens))
+            if new > 0:
+                chunks.append(Chunk(request.id, new, request.computed_tokens))
+                budget -= new
+                input_left -= new
+                aside += new + page + (self.new_tokens if new == lacking else 0)
+        room = self.max_running - seqs - len(chunks)
+        pinned: set[tuple[int, int]] = set()
+        queue = _by_queueing(state.queue.requests) if state.queue.requests else []
+        if self.longest_prefix and kv.sharing and len(queue) <= LPM_QUEUE:
+            queue = sorted(queue, key=lambda r: -kv.past(r))
+        full = False
+        for request in queue:
+            if free_tokens > aside and (budget <= 0 or input_left <= 0):
+                break
+            known, past = kv.fresh(request), kv.past(request)
+            tokens = kv.blocks_to_admit(request, pinned) * kv.tokens_a_block
+            alone = not seqs and not chunks  # whatever fits at all is served, or it would wait for ever
+            left = max(self.new_tokens - request.generated, 0)
+            full = room <= 0 or (tokens > free_tokens if alone else known + left + page >= free_tokens - aside)
+            if full:
+                break
+            new = min(known, budget)
+            if new <= 0:
+                break
+            chunks.append(Chunk(request.id, new, past))
+            budget -= new
+            input_left -= new
+            room -= 1
+            aside += new + page + (self.new_tokens if new == known else 0)
+            full = free_tokens <= aside
+            if full or budget <= 0 or input_left <= 0:
+                break
+        if full and seqs:
+            self.full_at = seqs + len(chunks)
+        return tuple(chunks)
+
     def _set_aside(self, state: SystemState) -> float:
         """Tokens set aside for what the running requests may yet generate."""
         generated = state.decode.generated_offset + state.decode.iteration
@@ -207,7 +281,8 @@ class Sglang:
         free = kv.free_blocks
         headroom = max(self.retract_steps, kv.block_tokens)  # no less than the next step's blocks can be
         victims: list[Request] = []
-        while len(ranked) > 1 and (not victims or free * kv.tokens_a_block < headroom * len(ranked)):
+        while len(ranked) > 1 and (not victims or (
+                sum(map(decode.growth_of, ranked)) > free if self.later else free * kv.tokens_a_block < headroom * len(ranked))):
             victim = ranked.pop()
             free += kv.freed(victim, decode.cached(victim))
             victims.append(victim)
@@ -216,10 +291,11 @@ class Sglang:
             assert state.chunked, f"{ranked[0]} outgrew the KV cache of {kv.total_blocks} blocks"
             victims.extend(reversed(state.chunked))
         made = sum(decode.generated(r) for r in ranked)
-        self.ratio = min(1.0, (made + self.retract_steps * len(ranked)) / (self.new_tokens * len(ranked)))
+        announced = self.new_tokens * len(ranked) + self.later
+        self.ratio = min(1.0, (made + self.retract_steps * len(ranked)) / announced)
         self.full_at = None
         self.ended.clear()
-        self.tidied = False
+        self.tidied = self.later
         self.retracted = sum(r.id in decode.requests for r in victims)
         return HybridStep(self.sms, (), True, preempt=tuple(r.id for r in victims), reason="retract")
 

@@ -171,7 +171,7 @@ class Vllm:
         """As above, request by request: every request of the step is a chunk, decodes of one token."""
         served, growth, budget = self._lacking(state)
         kv = state.blocks
-        if growth <= kv.free_blocks and not self._may_admit(state, growth, budget):
+        if growth <= kv.free_blocks and not self._may_admit(state, served, growth, budget):
             return HybridStep(self.sms, tuple(served), False) if served else Wait(reason="nothing fits")
         plan = kv.plan()
         running = list(state.running)
@@ -228,15 +228,20 @@ class Vllm:
             budget -= new
         return due, growth, budget
 
-    def _may_admit(self, state: PagedState, growth: int, budget: int) -> bool:
+    def _may_admit(self, state: PagedState, served: Sequence[Chunk], growth: int, budget: int) -> bool:
         """Whether the head of the queue could fit; False only if it cannot."""
         if budget == 0 or not state.queue.requests or len(state.running) >= self.max_num_seqs:
             return False
         if self.admission == "chunk":
             return growth < state.blocks.free_blocks
-        # Growth may yet evict some of these hits, which can only raise the cost: it is all blocks but the referenced hits.
-        head = state.queue.requests[0]
-        return state.blocks.cost(state.blocks.hits(head), head.known_tokens) <= state.blocks.free_blocks - growth
+        # Growth may yet evict some of these hits, which can only raise the cost: it is all blocks but the referenced hits. What
+        # this step's chunks fill may be hit in the same step, which lowers it.
+        head, kv = state.queue.requests[0], state.blocks
+        over = kv.cost(kv.hits(head), head.known_tokens) - (kv.free_blocks - growth)
+        if over <= 0 or not kv.caching:
+            return over <= 0
+        size = kv.block_tokens
+        return over <= sum((past + new) // size - past // size for _, new, past in served)
 
     def _admissions(self, state: PagedState, plan: PrefixKvCache, running: int, budget: int, chunks: list[Chunk]) -> None:
         """From the front of the queue while tokens, sequences and blocks last; the first that does not fit ends it."""

@@ -12,10 +12,11 @@ ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 400), st.integers(1
 
 
 @settings(max_examples=150, deadline=None)
-@given(rows=ROWS, blocks=st.integers(2, 90), chunk=st.integers(1, 80), mixed=st.booleans(), assumed=st.sampled_from([4, 64, 512]))
+@given(rows=ROWS, blocks=st.integers(2, 90), chunk=st.integers(1, 80), mixed=st.booleans(), assumed=st.sampled_from([4, 64, 512]),
+       release=st.sampled_from(["0.4.6", "0.5"]))
 def test_everybody_is_served_within_the_cache(rows: list[tuple[int, int, int]], blocks: int, chunk: int, mixed: bool,
-                                              assumed: int) -> None:
-    policy = build(f"sglang-{chunk}" + "-mixed" * mixed, assumed_new_tokens=assumed)
+                                              assumed: int, release: str) -> None:
+    policy = build(f"sglang-{chunk}" + "-mixed" * mixed, assumed_new_tokens=assumed, release=release)
     world = World(rows, blocks).run_hybrid(policy)
     assert world.state.kv.free_blocks == blocks
     for _, step in world.log:
@@ -90,3 +91,30 @@ def test_options_are_checked() -> None:
         build("sglang-64-mixed", max_num_seqs=8)
     with pytest.raises(ConfigError, match="initial_new_token_ratio = nan: must be positive"):
         build("sglang-512", initial_new_token_ratio=float("nan"))
+
+
+@pytest.mark.parametrize(("release", "at"), [("0.4.6", 1), ("0.5", 17)])
+def test_a_newcomer_takes_a_page_more_since_0_5(release: str, at: int) -> None:
+    """9 blocks, one held: 128 tokens are free, of which 0.7 x (16 - 1) = 10.5 are set aside. 96 + 16 tokens fit in the 117.5 that
+    are left; with a page of 16 more they do not before the other, which soon holds two blocks, has ended at its 17th token."""
+    log = World([(0, 16, 17), (1, 96, 2)], 9).run_hybrid(build("sglang-256", assumed_new_tokens=16, release=release)).log
+    begun = next(i for i, (_, step) in enumerate(log) if any(c.request_id == 1 for c in step.chunks))  # type: ignore[union-attr]
+    assert begun == at
+
+
+@pytest.mark.parametrize(("release", "victims"), [("0.4.6", (5, 4, 3)), ("0.5", (5, 4))])
+def test_since_0_5_retraction_ends_when_the_next_step_fits(release: str, victims: tuple[int, ...]) -> None:
+    """Six decodes of 17 tokens in 8 blocks: after two have gone 4 blocks are free for 4 that need one each, but 64 tokens are not
+    20 for each."""
+    log = World([(0, 8, 30)] * 6, 8).run_hybrid(build("sglang-256", assumed_new_tokens=1, release=release)).log
+    assert next(step.preempt for _, step in log if step.preempt) == victims  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("release", "lag"), [("0.4.6", 1), ("0.5", 0)])
+def test_since_0_5_who_ended_is_gone_at_the_next_step(release: str, lag: int) -> None:
+    """7 blocks, 5 of them held: the third prompt finds room when the first has ended, after steps 0 to 3. 0.4.6 sees that in the
+    decode step after."""
+    rows = [(0, 56, 4), (0, 8, 20), (1, 40, 2)]
+    log = World(rows, 7).run_hybrid(build("sglang-64", assumed_new_tokens=2, release=release)).log
+    begun = next(i for i, (_, step) in enumerate(log) if any(c.request_id == 2 for c in step.chunks))  # type: ignore[union-attr]
+    assert begun == 4 + lag

@@ -92,5 +92,5 @@ def test_options_are_checked() -> None:
         build("vllm-64", max_num_seqs=0)
     with pytest.raises(ConfigError, match="the token budget must be at least max_num_seqs = 65"):
         build("vllm-64", max_num_seqs=65)
-    with pytest.raises(ConfigError, match="has no such option; it has: admission, max_num_seqs, prefix_cache, resume"):
+    with pytest.raises(ConfigError, match="has no such option; it has: admission, freed_uncached, max_num_seqs, prefix_cache"):
         build("vllm-1024", max_seqs=4)
