@@ -442,10 +442,11 @@ def fit_gpu(folder: str | Path, *, out: str | Path | None = None, model: str | N
 
     path, rows = named_table(Path(folder), None, model)
     spec, rows = model_of(rows, model, str(path))
-    fitted = fit_table(rows, spec)
-    if out is not None:
-        with Claim(Path(out)) as claim:
-            fitted.write(claim.folder)
+    if out is None:
+        return fit_table(rows, spec)
+    with Claim(Path(out)) as claim:  # before a fit of some seconds, not after
+        fitted = fit_table(rows, spec)
+        fitted.write(claim.folder)
     return fitted
 
 

@@ -15,7 +15,7 @@ from bullet import compare, load_run, plot_comparison, plot_latency, simulate, t
 from bullet.cli.sim import main as sim
 from bullet.config import configuration
 from bullet.devices.load import load_device
-from bullet.errors import ConfigError, ResultsError
+from bullet.errors import BulletError, ConfigError, ResultsError
 from bullet.results.columns import RequestTable, StepTable
 from bullet.results.waits import waits
 
@@ -141,6 +141,22 @@ def test_step_times_are_the_devices() -> None:
     for wrong in ({"prompts": []}, {"prompts": [0]}, {"decode_seqs": 0}, {"context_tokens": 1.5}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .*: must be whole numbers"):
             bullet.step_times({}, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_gpus_calls_refuse_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a").touch()
+    for call, words in ((lambda: bullet.measure_gpu(tmp_path / "x", device="tpu"), "device = 'tpu': must be cuda or cpu or sim"),
+                        (lambda: bullet.measure_gpu(tmp_path / "x", device="simulated", gpu="a101"), "unknown gpu 'a101'"),
+                        (lambda: bullet.fit_gpu(tmp_path / "none"), "none: no such table"),
+                        (lambda: bullet.plot_gpu(tmp_path / "none"), "none: no such folder"),
+                        (lambda: bullet.step_times({"device.gpu": "rtx4090", "device.timing": "table"}), "no SM partition")):
+        with pytest.raises(BulletError, match=words):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    bullet.measure_gpu(tmp_path / "sweep", device="simulated", gpu="a100-80gb", budget_s=0.2)
+    with pytest.raises(ResultsError, match="not an empty folder"):
+        bullet.fit_gpu(tmp_path / "sweep", out=tmp_path / "mine")
 
 
 def test_without_pandas_one_line_says_so(runs: list[bullet.Run], monkeypatch: pytest.MonkeyPatch) -> None:
