@@ -199,7 +199,7 @@ class KernelsOnSms:
                 term, overhead_s = _terms(op, shape, device)
                 terms += [(op, term, overhead_s, p, s / times[n]) for p, s in sorted(times.items()) if p < n]
         self.op = np.array([t[0] for t in terms])
-        most = max((len(t[1][0]) for t in terms), default=0)
+        most = max((len(t[1][0]) for t in terms), default=1)
         padded = [[*t[1][0], *[(math.inf, 1)] * (most - len(t[1][0]))] for t in terms]
         #: Of each tile, then row.
         self.block_s, self.blocks = (np.array([[tile[i] for tile in tiles] for tiles in padded], dtype=float).reshape(-1, most).T

@@ -211,7 +211,7 @@ def test_company_costs_time(policy: str, uncoupled: bool) -> None:
     if uncoupled:
         assert ratio == pytest.approx(1.0, abs=1e-3)
     else:
-        assert ratio > 1.05
+        assert ratio > 1.04  # a slower clock costs a kernel time where it has waves to lose (bullet/devices/terms.py)
 
 
 @pytest.mark.parametrize(("name", "engine"), [("vllm-N", r"vLLM \d+\.\d+\.\d+ \(V1\)"), ("sglang-N", r"SGLang \d+\.\d+\.\d+")])
