@@ -420,16 +420,19 @@ def _total(pieces: list[tuple[int, int]], num_seqs: int, context_tokens: int, de
 
 
 def measure_gpu(out: str | Path, *, device: str = "cuda", gpu: str = "h200", model: str | None = None,
-                budget_s: float | None = None, say: Say = silent) -> str:
+                budget_s: float | None = None, splits: Sequence[tuple[int, int]] = (), say: Say = silent) -> str:
     """``bullet-profile sweep``: prove the partitions, then time layers and kernels alone and beside each other into ``out``; a
     folder that holds a part of it is continued. Returns the table that the command prints.
 
     ``device``: ``cuda`` (the first card; needs the gpu extra), ``cpu``, or ``simulated``: in a card's place the device model of
-    ``gpu``, with 3 % noise. ``budget_s``: seconds for everything.
+    ``gpu``, with 3 % noise. ``budget_s``: seconds for everything, and what is measured is planned for that. ``splits``: only
+    these of (prefill SMs, decode SMs).
     """
+    from bullet.gpu.splits import Split
     from bullet.profiler.session import Target, sweep
 
-    target = Target(device) if device != "simulated" else Target(device, gpu=gpu)
+    chosen = [Split(*split) for split in splits]
+    target = Target(device, splits=chosen) if device != "simulated" else Target(device, splits=chosen, gpu=gpu)
     return "\n".join(sweep(target, Path(out), model=model, budget_s=budget_s, say=say).lines)
 
 

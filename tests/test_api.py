@@ -154,7 +154,7 @@ def test_a_gpus_calls_refuse_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(BulletError, match=words):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    bullet.measure_gpu(tmp_path / "sweep", device="simulated", gpu="a100-80gb", budget_s=0.2)
+    bullet.measure_gpu(tmp_path / "sweep", device="simulated", gpu="a100-80gb", splits=[(54, 54)], budget_s=60)
     with pytest.raises(ResultsError, match="not an empty folder"):
         bullet.fit_gpu(tmp_path / "sweep", out=tmp_path / "mine")
 
