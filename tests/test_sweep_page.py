@@ -122,8 +122,9 @@ def test_a_fit_of_a_sweep_drives_the_simulator_with_its_intervals(rows, tmp_path
     out = capsys.readouterr().out
     assert re.search(r"decode_contention_loss +0\.\d+  99 % interval 0\.\d+ to 0\.\d+", out)
     assert "one sweep: none other was compared with it" in out
-    assert "gemm: no measured row, A100's" in out
-    assert re.search("These intervals take kernels as they stand, and gemm, .* are another card's", out)
+    # An H200's kernels are those of H100's silicon, which is the nearest measured.
+    assert "gemm: no measured row, H100's" in out
+    assert re.search("These intervals take kernels as they stand, and gemm, .* are H100's", out)
     fit = DeviceCoefficients.from_json(tmp_path / "mine" / "fit.json")
     assert fit.intervals["shared_prefill_share"][0] < fit.shared_prefill_share < fit.intervals["shared_prefill_share"][1]
     device = load_device(DeviceConfig(gpu="h200", timing=str(tmp_path / "mine")))

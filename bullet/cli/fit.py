@@ -82,11 +82,12 @@ def add_commands(commands: Any) -> None:
     fitter.add_argument("--implementation", choices=("engine", "torch"), help="of a sweep: fit the project's own kernels or "
                         "torch's (default: the engine's where they were measured); GEMMs are torch's in both")
     fitter.add_argument("--sm-data", type=Path, help="folder with published sweeps over SMs; without it the SM axis is the "
-                        "samples' own, else what fit.json has, else A100's")
+                        "samples' own, else what fit.json has, else the nearest card's")
     fitter.add_argument("--fit-on", action="append", default=[], metavar="FAMILY=VERSION",
                         help="fit a family on this source; may be repeated")
     fitter.add_argument("--borrow", action="append", default=[], metavar="FAMILY",
-                        help="take a family of which the table has too few rows from A100's fit; may be repeated")
+                        help="take a family of which the table has too few rows from another card's fit (a sweep's: the nearest "
+                             "silicon; else A100); may be repeated")
     fitter.add_argument("--out", type=out_folder, help="folder for fit.json and SOURCE.md; without it nothing is written")
     fitter.add_argument("--replace", action="store_true", help="write over a fit in --out that differs")
     fitter.set_defaults(handler=fit_)

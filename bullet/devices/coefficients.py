@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from bullet.devices import PROFILES
 from bullet.errors import ProfileError, short
 
 ANALYTIC_FROM = "a100-80gb"
-"""Whose coefficients stand in a fit for what its table does not have; labelled assumed."""
+"""Whose coefficients stand in a fit of public tables for what they do not have; in one of a sweep, the nearest silicon's
+(``GpuSpec.silicon``). Labelled assumed."""
+CALLED = {"a100-80gb": "A100", "h100": "H100", "rtx4090": "RTX 4090"}
+"""In words, the cards that others borrow from."""
 ROWWISE = ("act", "embedding", "norm", "qk_norm", "rope")
 """Families of bandwidth-bound kernels that work on rows one by one."""
 
@@ -169,6 +172,13 @@ class _Notes:
     model: str = ""
     origin: str = ""
     digest: str = ""
+
+
+def lent(assumed: Iterable[str]) -> dict[str, str]:
+    """What a fit holds of another card -> whose it is, from what its notes assume."""
+    whose = {f"{name}'s" for name in CALLED.values()}
+    parts = [(text.partition(":")[0], text.rpartition(", ")[2]) for text in assumed]
+    return {what: who for what, who in parts if who in whose}
 
 
 def analytic_coefficients(gpu: GpuSpec) -> DeviceCoefficients:

@@ -30,7 +30,7 @@ from bullet import work as work_model
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
 from bullet.devices.base import Device
-from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.coefficients import DeviceCoefficients, lent
 from bullet.devices.terms import Attention, Blocks, Curve, FittedWork, Row, Term, Tiles, compute_seconds, step_seconds_all
 from bullet.errors import ConfigError
 from bullet.state import SplitTable
@@ -120,11 +120,12 @@ class DeviceModel(Device):
     @property
     def source(self) -> str:
         """Where seconds are from; what a fitted profile holds of another GPU is named."""
-        assumed = self.coefficients.notes.get("assumed", ())
-        others = [text.partition(":")[0] for text in assumed if text.endswith(", A100's")]
+        others = lent(self.coefficients.notes.get("assumed", ()))
         if self.tensor_parallel == 1:
-            others = [what for what in others if what != "all_reduce"]
-        return self.coefficients.source + (f"; {', '.join(others)}: A100's" if others else "") + self._link_said
+            others.pop("all_reduce", None)
+        said = "".join(f"; {', '.join(what for what, of in others.items() if of == who)}: {who}"
+                       for who in dict.fromkeys(others.values()))
+        return self.coefficients.source + said + self._link_said
 
     # ---- building work ---------------------------------------------------------------------------
 

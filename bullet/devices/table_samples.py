@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec
-from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.coefficients import DeviceCoefficients, lent
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.table import Curve, KernelTables
 from bullet.errors import ProfileError
@@ -57,6 +57,7 @@ def tables_of(rows: Rows, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCo
     alone = [r for r in rows if r["kind"] == "solo" and r["corunner"] == "idle" and r["sms"] == r["device_sms"]]
     measured: dict[str, list[str]] = {}  # source -> what
     from_fit = ["LM head", "attention to earlier chunks"]
+    whose = lent(coefficients.notes.get("assumed", ())).get("rowwise")
 
     def of(family: str, *ops: str) -> Rows:
         found = [r for r in alone if r["op"] in ops and r["origin_version"] == fitted_on.get(family)]
@@ -84,7 +85,7 @@ def tables_of(rows: Rows, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCo
             moved = embedding_bytes(model, 1) if ours == "embedding" else kernels[ours].bytes
             ends = [fit.kernel_seconds([KernelWork(ours, 0.0, moved * n, n)]) for n in (1, longest)]
             dense[name] = (np.array([1.0, longest]), np.array(ends))
-            from_fit.append(ours + (" (A100's)" if _borrowed(coefficients, "rowwise") else ""))
+            from_fit.append(ours + (f" ({whose})" if whose else ""))
     lm_head: Curve
     if heads:
         lm_head = curve(heads)
@@ -99,10 +100,6 @@ def tables_of(rows: Rows, model: ModelSpec, gpu: GpuSpec, coefficients: DeviceCo
                         "no sampler"])
     return KernelTables(source, dense, {"lm_head": lm_head, "sampler": (lm_head[0], np.zeros(len(lm_head[0])))}, axes, grid,
                         beside)
-
-
-def _borrowed(coefficients: DeviceCoefficients, family: str) -> bool:
-    return any(text.startswith(f"{family}:") and text.endswith("A100's") for text in coefficients.notes.get("assumed", ()))
 
 
 def curve(rows: Rows) -> Curve:

@@ -20,12 +20,13 @@ import numpy as np
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec, model_label
 from bullet.devices import PROFILES, profile_folder
-from bullet.devices.coefficients import ANALYTIC_FROM, DeviceCoefficients
+from bullet.devices.coefficients import ANALYTIC_FROM, DeviceCoefficients, lent
 from bullet.devices.fitted import DeviceModel
 from bullet.devices.measured import StepProfile
 from bullet.errors import ConfigError, ProfileError
 from bullet.files import make_folder, write_text
 from bullet.profiles import step_times
+from bullet.profiles.check import check_samples
 from bullet.profiles.contention import Contention, fit_contention
 from bullet.profiles.forms import FitError
 from bullet.profiles.kernels import Fit, coefficients_of, fit_profile, with_notes, with_shapes
@@ -103,9 +104,9 @@ def fit_table(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = N
 
 def borrowed_kernels(device: DeviceCoefficients) -> str:
     """What a fit's intervals do not cover, in words; empty where all kernels are of its own rows."""
-    families = [line.partition(":")[0] for line in device.notes["assumed"] if "no measured row, " in line]
-    return (f"These intervals take kernels as they stand, and {', '.join(families)} are another card's: what is true may lie "
-            "outside.") if families else ""
+    lenders = lent(line for line in device.notes["assumed"] if "no measured row, " in line)
+    return (f"These intervals take kernels as they stand, and {', '.join(lenders)} are {next(iter(lenders.values()))}: what is "
+            "true may lie outside.") if lenders else ""
 
 
 def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None, asked: Mapping[str, str] | None = None,
@@ -113,13 +114,16 @@ def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None =
     """Kernel families, SM axis and contention of a table: all that ``fit.json`` holds.
 
     ``sm_data``: folder with the published sweeps over SMs. ``asked``: family -> the source to fit it on. ``borrow``: families
-    to take from A100's fit. ``implementation``: of a sweep, ``engine`` or ``torch``. :class:`ProfileError` says what is missing.
+    to take from another card's fit: of a sweep the nearest silicon's, else A100's. ``implementation``: of a sweep, ``engine`` or
+    ``torch``. :class:`ProfileError` says what is missing.
     """
     if sm_data is not None and not sm_data.is_dir():
         raise ProfileError(f"{sm_data}: no such folder (--sm-data)")
-    borrowed = DeviceCoefficients.from_json(PROFILES / ANALYTIC_FROM / "llama-3.1-8b" / "fit.json")
     chosen = of_implementation(rows, implementation)
-    out = fit_profile(chosen.rows, model, borrowed=borrowed, asked=asked, borrow=borrow, card=card)
+    # A shipped fit is made of public tables: what is near it may be made of the same ones.
+    lender = ANALYTIC_FROM if chosen.implementation is None else check_samples(chosen.rows, card=card).silicon
+    borrowed = DeviceCoefficients.from_json(PROFILES / lender / "llama-3.1-8b" / "fit.json")
+    out = fit_profile(chosen.rows, model, borrowed=borrowed, asked=asked, borrow=borrow, card=card, lender=lender)
     out.assumed += chosen.notes
     if busy := sum(r["busy"] is True for r in chosen.rows):
         out.assumed.append(f"{busy} of {len(chosen.rows)} rows were measured beside other processes (--allow-busy), taken as "
@@ -166,7 +170,7 @@ def _with_contention(out: Fit, found: Contention, axis: dict[str, float], spans:
 def _sm_axis(out: Fit, table: Sequence[Row], rows: Sequence[Row], sm_data: Path | None,
              borrowed: DeviceCoefficients) -> tuple[dict[str, Any], Spans]:
     """Rate and bandwidth against SMs: the table's own layers, else its kernels, else published sweeps, else what the shipped fit
-    holds, else A100's."""
+    holds, else what was borrowed."""
     gpu, model, alone = out.gpu, out.model, coefficients_of(out, FLAT)
     shipped = profile_folder(gpu, model) / "fit.json"
     own, swept_on, spans = sweeps_of(with_shapes(rows, model)), DeviceModel(model, gpu, alone), Spans()
@@ -194,7 +198,7 @@ def _sm_axis(out: Fit, table: Sequence[Row], rows: Sequence[Row], sm_data: Path 
         errors = {k: v for k, v in kept.notes["errors"].items() if "sms" in k or "stretch" in k or "sm_axis" in k}
     else:
         axis, errors, source = {name: getattr(borrowed, name) for name in AXIS}, {}, None
-        out.assumed.append("rate and bandwidth against SMs: no measured row, A100's")
+        out.assumed.append(f"rate and bandwidth against SMs: no measured row, {out.whose}")
     if source is not None:
         out.sources["sm_axis"] = source
         out.parameters |= {"bandwidth_against_sms": 2, "rate_against_sms": 2}

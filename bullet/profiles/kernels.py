@@ -18,7 +18,7 @@ import numpy as np
 
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec, model_label
-from bullet.devices.coefficients import ROWWISE, DeviceCoefficients
+from bullet.devices.coefficients import ANALYTIC_FROM, CALLED, ROWWISE, DeviceCoefficients
 from bullet.errors import ProfileError
 from bullet.profiles import forms
 from bullet.profiles.check import check_samples
@@ -53,6 +53,12 @@ class Fit:
     assumed: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
+    lender: str = ANALYTIC_FROM
+
+    @property
+    def whose(self) -> str:
+        """Whose what was borrowed is, in words."""
+        return f"{CALLED[self.lender]}'s"
 
     def error(self, name: str, rows: Sequence[Row], predict: Callable[..., Array], *parameters: Any) -> None:
         """Keep the error of ``predict(rows, *parameters)``, if there is a row to make one of."""
@@ -111,7 +117,7 @@ def enough(rows: Sequence[Row], family: str, source: str) -> None:
     need = 2 * PARAMETERS[family]
     if len(rows) < need:
         raise ProfileError(f"{family}: {len(rows)} rows of {source}, at least {need} are needed to fit {PARAMETERS[family]} "
-                           f"parameters and test them: measure more, or take A100's: --borrow {family}")
+                           f"parameters and test them: measure more, or take another card's: --borrow {family}")
 
 
 def column(rows: Sequence[Row], name: str) -> Array:
@@ -153,7 +159,7 @@ def _require_both_sides(rows: Sequence[Row], source: str, gpu: GpuSpec) -> None:
         if count < least:
             raise ProfileError(f"gemm: {count} rows of {source} are bound by {what}, of {tokens.min():g} to {tokens.max():g} "
                                f"tokens; at least {least} are needed to tell rates from bandwidth: measure {fewer} tokens, or "
-                               "take A100's: --borrow gemm")
+                               "take another card's: --borrow gemm")
 
 
 def fit_gemms(out: Fit, found: Mapping[str, list[Row]], source: str) -> None:
@@ -298,7 +304,7 @@ def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str,
             reason: str = "no measured row") -> DeviceCoefficients:
     if borrowed is None:
         raise ProfileError(f"{what}: the table has no rows for it, and there is no other profile to borrow from")
-    out.assumed.append(f"{what}: {reason}, A100's")
+    out.assumed.append(f"{what}: {reason}, {out.whose}")
     return borrowed
 
 
@@ -314,17 +320,18 @@ def check_model(rows: Sequence[Row], model: ModelSpec) -> None:
 
 
 def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoefficients | None = None,
-                asked: Mapping[str, str] | None = None, borrow: Sequence[str] = (), card: GpuSpec | None = None) -> Fit:
+                asked: Mapping[str, str] | None = None, borrow: Sequence[str] = (), card: GpuSpec | None = None,
+                lender: str = ANALYTIC_FROM) -> Fit:
     """All kernel families of a table on the whole device; the SM axis and contention come after (:mod:`bullet.profiles.sm_axis`).
 
-    ``borrowed``: coefficients for families that the table has no row of, each named in ``assumed``. ``asked``: family ->
-    ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit. ``card``: one
-    that is not built in.
+    ``borrowed``: coefficients, ``lender``'s, for families that the table has no row of, each named in ``assumed``. ``asked``:
+    family -> ``origin_version`` to fit on. ``borrow``: families to borrow although the table has rows, too few to fit. ``card``:
+    one that is not built in.
     """
     gpu = check_samples(rows, card=card)
     check_model(rows, model)
     rows = with_shapes(rows, model)
-    out, asked = Fit(gpu, model, rows[0]["source"] == "measured"), asked or {}
+    out, asked = Fit(gpu, model, rows[0]["source"] == "measured", lender=lender), asked or {}
     unknown = sorted({*asked, *borrow} - set(FAMILIES))
     if unknown:
         raise ProfileError(f"unknown family {unknown[0]!r}: choose one of {', '.join(FAMILIES)}")
