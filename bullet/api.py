@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from bullet.profiles.fit import Fitted
+    from bullet.sweeps.bound import Limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,14 +168,21 @@ def simulate(config: Config, *, out: str | Path | None = None, report: bool = Tr
 
 def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | None = None, report: bool = True,
             watch: Watch = unwatched, say: Say = silent, width: int = tables.WIDTH,
-            measured: str | Path | None = None) -> list[Run]:
+            measured: str | Path | None = None, bound: bool | None = None) -> list[Run]:
     """The same requests under each of ``policies`` (names, or "A,B,.."), one run each, in order; otherwise as :func:`simulate`.
 
     An option goes to the policies that have it; one that none has is refused. ``out``: a folder with one a run in it and the
     comparison's own files, as ``bullet-sim compare`` makes it; a comparison that was stopped there goes on after the runs that
     are whole, if they are of the same configuration. ``measured``: the result file of a benchmark (vLLM's, SGLang's), a row
-    of its own beside them. ``width``: columns of what ``say`` hears.
+    of its own beside them. ``width``: columns of what ``say`` hears. ``bound``: a line with the share of the fluid bound that
+    each reached (``None``: where it is known; true: and why not, where it is not).
     """
+    return _compare(config, policies, out, report, watch, say, width, measured, bound)[0]
+
+
+def _compare(config: Config, policies: str | Sequence[str], out: str | Path | None, report: bool, watch: Watch, say: Say,
+             width: int, measured: str | Path | None, bound: bool | None) -> tuple[list[Run], Limit | None]:
+    """:func:`compare`, and the fluid bound."""
     given = policies if isinstance(policies, str) else ",".join(policies)
     policies = split_names(given)
     names = [safe_name(name) for name in policies]
@@ -185,8 +193,9 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
     configs, workload, device = prepare([
         dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies],
         read.append)
+    limit = None if bound is False else _limit(configs[0], workload, device)
     if out is None:
-        return [_simulate(one, workload, device, None, watch) for one in configs]
+        return [_simulate(one, workload, device, None, watch) for one in configs], limit
     with Claim(Path(out), resumes=COMPARING) as claim:
         folder = claim.folder
         kept = _resumed(folder, claim.found, configs, names, workload, device)
@@ -202,22 +211,32 @@ def compare(config: Config, policies: str | Sequence[str], *, out: str | Path | 
                 run = dataclasses.replace(run, steps_kept=None)
             runs.append(run)
             tables.write_comparison(folder, [*(_figures(run) for run in runs), *([] if bench is None else [bench])])
-        write_text(folder / "comparison.txt", table(runs, measured=bench) + "\n")
+        notes = [] if limit is None or not (limit.known or bound) else [limit.text(
+            {tables.label(run.summary): run.summary["request_throughput"] for run in runs})]
+        write_text(folder / "comparison.txt", "\n".join([table(runs, measured=bench), *(
+            tables.wrapped(note, tables.WIDTH) for note in notes)]) + "\n")
         (folder / COMPARING).unlink()
-        say("\n".join([*read, table(runs, width, bench)]))
+        say("\n".join([*read, table(runs, width, bench), *(tables.wrapped(note, width) for note in notes)]))
         if report:
-            _draw_all(runs, folder)
-    return runs
+            _draw_all(runs, folder, notes)
+    return runs, limit
+
+
+def _limit(config: RunConfig, workload: Workload, device: Device) -> Limit:
+    from bullet.sweeps.bound import limit_of
+
+    return limit_of(config, workload, device)
 
 
 def over_seeds(config: Config, seeds: int, policies: str | Sequence[str] | None = None, *, out: str | Path | None = None,
-               report: bool = True, watch: Watch = unwatched, say: Say = silent, width: int = tables.WIDTH) -> list[list[Run]]:
+               report: bool = True, watch: Watch = unwatched, say: Say = silent, width: int = tables.WIDTH,
+               bound: bool | None = None) -> list[list[Run]]:
     """:func:`simulate`, or :func:`compare` where there are ``policies``, under ``seeds`` seeds from the configuration's on: a
     list of runs a seed.
 
     ``out``: a fresh folder with one a seed in it, and the means of all figures with their 95 % intervals (``seeds.txt``,
     ``seeds.json``); of several policies also the differences from the first, which had the same requests. ``say`` hears that
-    table.
+    table. ``bound``: as of :func:`compare`.
     """
     if not isinstance(seeds, int) or not 2 <= seeds <= 10_000:
         raise ConfigError(f"--seeds {seeds}: must be 2 to 10,000: an interval needs two runs")
@@ -225,6 +244,7 @@ def over_seeds(config: Config, seeds: int, policies: str | Sequence[str] | None 
 
     base, read = configuration(config), list[str]()
     found: list[list[Run]] = []
+    limits: list[Limit | None] = []
 
     def all_of(folder: Path | None) -> None:
         for seed in range(base.seed, base.seed + seeds):
@@ -233,7 +253,15 @@ def over_seeds(config: Config, seeds: int, policies: str | Sequence[str] | None 
             if policies is None:
                 found.append([simulate(one, out=at, report=report, watch=watch, say=hear)])
             else:
-                found.append(compare(one, policies, out=at, report=report, watch=watch, say=hear))
+                runs, limit = _compare(one, policies, at, report, watch, hear, width, None, bound)
+                found.append(runs)
+                limits.append(limit)
+
+    def lines_in(columns: int) -> str:
+        summaries = [[_figures(run) for run in runs] for runs in found]
+        known = [limit for limit in limits if limit is not None and (limit.known or bound)]
+        notes = [seeds_of.shares_line(known, summaries)] if known and len(known) == len(found) else []
+        return "\n".join([seeds_of.seeds_table(summaries, columns), *(tables.wrapped(note, columns) for note in notes)])
 
     if out is None:
         all_of(None)
@@ -241,10 +269,10 @@ def over_seeds(config: Config, seeds: int, policies: str | Sequence[str] | None 
         with Claim(Path(out)) as claim:
             all_of(claim.folder)
             summaries = [[_figures(run) for run in runs] for runs in found]
-            write_text(claim.folder / "seeds.txt", seeds_of.seeds_table(summaries) + "\n")
+            write_text(claim.folder / "seeds.txt", lines_in(tables.WIDTH) + "\n")
             write_json(claim.folder / "seeds.json", seeds_of.record(summaries))
     lines = read[0].partition("\n\n")[0]  # what was read of the trace; the table is one seed's
-    say(f"{lines}\n\n{seeds_of.seeds_table([[_figures(run) for run in runs] for runs in found], width)}")
+    say(f"{lines}\n\n{lines_in(width)}")
     return found
 
 
@@ -292,8 +320,8 @@ def _measured(path: Path) -> dict[str, Any]:
     return tables.measured_row(measured_figures(path), path)
 
 
-def _draw_all(runs: Sequence[Run], folder: Path | None = None) -> None:
-    """Each run's plots and page, where it has a folder, and the comparison's in ``folder``."""
+def _draw_all(runs: Sequence[Run], folder: Path | None = None, notes: Sequence[str] = ()) -> None:
+    """Each run's plots and page, where it has a folder, and the comparison's in ``folder``, with ``notes`` below its table."""
     from bullet.results import page
 
     def draw(run: Run, at: Path) -> None:
@@ -307,7 +335,7 @@ def _draw_all(runs: Sequence[Run], folder: Path | None = None) -> None:
         page.drawn(partial(draw, run, place))
     if folder is not None:
         page.drawn(lambda: page.write_comparison_report(folder, [run.request_table for run in runs],
-                                                        [_figures(run) for run in runs], places, to_toml(runs[0].config)))
+                                                        [_figures(run) for run in runs], places, to_toml(runs[0].config), notes))
 
 
 def split_names(text: str) -> list[str]:
@@ -357,7 +385,7 @@ def prepare(configs: Sequence[RunConfig],
     device = load_device(configs[0].device)
     # A wrong option shows when the policy is built: try all of them on no request before the first of several long runs.
     nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
-                                  output_tokens=workload.output_tokens[:0], shared_prefix=None)
+                                  output_tokens=workload.output_tokens[:0], shared_prefix=None, closed=None)
     if len(configs) > 1:
         configs = share_options(configs, lambda config: run_simulation(config, workload=nothing, device=device))
     if say is not None:

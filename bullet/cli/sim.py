@@ -122,7 +122,8 @@ def _sim_parser() -> argparse.ArgumentParser:
     group_of(compare, COMMON).add_argument("--policies", metavar="A,B,..", default="bullet,sglang-1024,sglang-2048,vllm-1024",
                                            help="default %(default)s")
     _simulation_arguments(compare)
-    group_of(compare, OUTPUT).add_argument("--bound", action="store_true", help="also what share of the fluid bound each reaches")
+    group_of(compare, OUTPUT).add_argument("--bound", action=argparse.BooleanOptionalAction,
+                                           help="the share of the fluid bound that each reached (default: where known)")
     group_of(compare, OUTPUT).add_argument("--measured", type=Path, metavar="FILE", help="result file of vllm bench serve or "
                                            "sglang.bench_serving: a measured row beside the simulated ones")
     compare.set_defaults(handler=_compare)
@@ -166,7 +167,7 @@ def _over_seeds(args: argparse.Namespace, config: RunConfig, policies: str | Non
     from bullet import api
 
     api.over_seeds(config, args.seeds, policies, out=out, report=not args.no_report, watch=watched(args), say=print,
-                   width=width())
+                   width=width(), bound=getattr(args, "bound", None))
     print_paths(out, args, "seeds.txt, seeds.json", f"seed-{config.seed}/ to seed-{config.seed + args.seeds - 1}/")
     return 0
 
@@ -179,16 +180,11 @@ def _compare(args: argparse.Namespace) -> int:
     refuse_idle(args, names, "estimator")
     out = fresh_folder(args.out, f"compare-{trace_label(config.workload.trace)}")
     if args.seeds is not None:
-        for flag, given in (("--measured", args.measured is not None), ("--bound", args.bound)):
-            if given:
-                raise ConfigError(f"{flag}: is of one seed: leave --seeds {args.seeds} out")
+        if args.measured is not None:
+            raise ConfigError(f"--measured: is of one seed: leave --seeds {args.seeds} out")
         return _over_seeds(args, config, args.policies, out)
-    runs = api.compare(config, args.policies, out=out, report=not args.no_report, watch=watched(args), say=print, width=width(),
-                       measured=args.measured)
-    if args.bound:
-        from bullet.sweeps.bound import bound
-
-        print("\n" + bound(config).reached({run.config.policy.name: run.summary["request_throughput"] for run in runs}))
+    api.compare(config, args.policies, out=out, report=not args.no_report, watch=watched(args), say=print, width=width(),
+                measured=args.measured, bound=args.bound)
     print_paths(out, args, "comparison.txt, comparison.csv, comparison.json", *(f"{safe_name(name)}/" for name in names))
     return 0
 

@@ -91,6 +91,13 @@ class Device(ABC):
             seconds = [self.corun_seconds(other, p, work, d)[1] for p, d in pairs]
         return np.array([*seconds, self.solo_seconds(work, splits.num_sms)])
 
+    def coruns_all(self, prefills: Sequence[Any], decode: Any,
+                   splits: SplitTable) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds of each prefill, and of the decode step, beside each other on each split; two arrays (prefills, splits)."""
+        pairs = list(zip(splits.prefill_sms.tolist(), splits.decode_sms.tolist(), strict=True))
+        both = np.array([[self.corun_seconds(work, p, decode, d) for p, d in pairs] for work in prefills])
+        return both[..., 0], both[..., 1]
+
     def min_prefill_seconds(self, prompt_tokens: int) -> float:
         """No schedule brings a first token sooner (I3); 0 where a device knows no bound."""
         return 0.0

@@ -14,6 +14,8 @@ computed once per change of co-runner from solo values. Coefficients come from a
 or from the data sheet, and say which; see docs/model.md.
 
 A scheduler never sees this module's coefficients, except the estimator named ``oracle``.
+
+Longer than 500 lines: one device, and all its questions are answered from the same rows, curves and last answers.
 """
 
 from __future__ import annotations
@@ -473,7 +475,7 @@ class DeviceModel(Device):
             return solo
         beside = n - own[:-1]
         other_solo = step_seconds_all(other, beside, 0, rates, inverses[beside])
-        use, other_use = work.bytes / solo[:-1], other.bytes / other_solo
+        use, other_use = work.bytes / solo[..., :-1], other.bytes / other_solo
         peak = self._peak_bytes_per_s
         half = peak / 2
         grant = np.where(use + other_use <= peak, use,
@@ -484,7 +486,14 @@ class DeviceModel(Device):
         left = 1 - self.losses[side] / peak * other_grant - self.l2_losses[side] * (other.gemm_sm_s() / (n * other_solo))
         slow = use / (grant * np.maximum(0.05, left))
         together = step_seconds_all(work, own[:-1], beside, rates, inverses[own[:-1]] * slow)
-        return np.append(together, solo[-1])
+        return together if np.ndim(other.bytes) else np.concatenate((together, solo[..., -1:]), axis=-1)
+
+    def coruns_all(self, prefills: Sequence[FittedWork], decode: FittedWork,
+                   splits: SplitTable) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        from bullet.devices.terms import stacked
+
+        whole = stacked(prefills)
+        return self._all(whole, decode, splits, True)[:, :-1], self._all(decode, whole, splits, False)
 
     def min_prefill_seconds(self, prompt_tokens: int) -> float:
         """No padding, no waves, best tile, best clocks, no overheads."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,3 +177,43 @@ def step_seconds_all(work: FittedWork, sms: NDArray[np.int64], beside: Any, rate
         seconds = seconds + gemms(work.head)
     result: NDArray[np.float64] = seconds + work.fixed_s
     return result
+
+
+class _Columns(Row):
+    """Rows as one whose numbers are columns; :class:`_Choices` stand for its tiles."""
+
+    __slots__ = ()
+
+    def gemm_sm_s(self) -> Any:
+        return sum(np.minimum.reduce([block_s * blocks for block_s, blocks in tiles.choices]) for tiles, _ in self.gemms)
+
+
+class _Choices(NamedTuple):
+    choices: tuple[tuple[Any, Any], ...]
+
+
+def stacked(works: Sequence[FittedWork]) -> FittedWork:
+    """Steps of as many layers and kernels as one whose numbers are columns, a row a step: :func:`step_seconds_all` then gives an
+    array (steps, SMs). For that, and their bytes and GEMMs, alone."""
+
+    def column(values: Sequence[Any]) -> Any:
+        return np.array(values)[:, None]
+
+    def gemm(terms: Sequence[Term]) -> Any:
+        most = max(len(tiles.choices) for tiles, _ in terms)
+        padded = [(*tiles.choices, *[tiles.choices[-1]] * (most - len(tiles.choices))) for tiles, _ in terms]
+        return (_Choices(tuple((column([own[i][0] for own in padded]), column([own[i][1] for own in padded]))
+                               for i in range(most))), column([moved_s for _, moved_s in terms]))
+
+    def row(rows: Sequence[Row]) -> Row:
+        return _Columns(tuple(map(gemm, zip(*(one.gemms for one in rows), strict=True))),
+                        *(column([getattr(one, name) for one in rows]) for name in ("row_s", "fixed_s", "bytes")))
+
+    heads = [work.head for work in works if work.head is not None]
+    assert len({work.layers for work in works}) == 1, "steps of different layers"
+    assert len(heads) in (0, len(works)), "some steps have a head"
+    kernels = zip(*(work.attention for work in works), strict=True)
+    attention: Any = tuple(tuple(map(column, zip(*each, strict=True))) for each in kernels)
+    return FittedWork(works[0].layers, row([work.dense for work in works]), row(heads) if heads else None, attention,
+                      column([work.attention_fixed_s for work in works]), column([work.fixed_s for work in works]),
+                      column([work.bytes for work in works]))

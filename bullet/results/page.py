@@ -48,12 +48,12 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], pictures: Sequence[tuple[str, Path]],
-               config_toml: str) -> None:
+               config_toml: str, notes: Sequence[str] = ()) -> None:
     """One self-contained file: table, plots with their captions, every figure, configuration."""
     columns = columns_of(summaries)
     head = ["system", *(f"{group} {name}".strip() for group, name, _, _ in columns)]
     parts = [html_table(head, [[label(s), *(cell_text(s.get(key), form) for _, _, key, form in columns)] for s in summaries]),
-             f"<p>{html.escape(' '.join(notes_on(summaries)))}</p>"]
+             f"<p>{html.escape(' '.join(notes_on(summaries)))}</p>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
     for caption, picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         text = html.escape(caption)
@@ -88,12 +88,13 @@ def write_run_report(folder: Path, outcome: RunOutcome | Rows, summary: Mapping[
 
 
 def write_comparison_report(folder: Path, requests: Sequence[RequestTable], summaries: Sequence[Mapping[str, Any]],
-                            run_folders: Sequence[Path], config_toml: str) -> None:
-    """Plots and HTML of a comparison; ``run_folders``: the runs', each with its own report already written."""
+                            run_folders: Sequence[Path], config_toml: str, notes: Sequence[str] = ()) -> None:
+    """Plots and HTML of a comparison; ``run_folders``: the runs', each with its own report already written; ``notes``: paragraphs
+    below the table."""
     bars, cdf = folder / "plots" / "comparison.png", folder / "plots" / "latency_cdf.png"
     save(plot_comparison(summaries), bars)
     save(plot_cdfs(requests, summaries), cdf)
     shares = [(f"SMs over time: {label(summary)}", run / "plots" / "sm_share.png")
               for summary, run in zip(summaries, run_folders, strict=True)]
     write_html(folder / "report.html", f"{len(summaries)} systems on {trace_name(str(summaries[0]['trace']))}", summaries,
-               [("Comparison", bars), ("TTFT and TPOT", cdf), *shares], config_toml)
+               [("Comparison", bars), ("TTFT and TPOT", cdf), *shares], config_toml, notes)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from bullet.catalog.gpus import get_gpu
 from bullet.catalog.models import get_model
-from bullet.config import KV_BLOCK_TOKENS, Config, configuration
+from bullet.config import KV_BLOCK_TOKENS, Config, RunConfig, configuration
 from bullet.devices.base import Device
 from bullet.devices.load import kv_capacity_tokens, load_device
 from bullet.errors import ConfigError
@@ -80,13 +80,6 @@ class Bound:
     @property
     def best_fixed(self) -> tuple[State, Mix]:
         return max(self.fixed, key=lambda pair: pair[1].req_per_s)
-
-    def reached(self, throughputs: Mapping[str, float | None]) -> str:
-        """What share of the bound each system's requests per second are; one line. Short of saturation that is the load."""
-        shares = ", ".join(f"{name} {'-' if value is None else format(value / self.fluid.req_per_s, '.1%')}"
-                           for name, value in throughputs.items())
-        return (f"share of the fluid bound, {self.fluid.req_per_s:.2f} req/s (one phase at a time {self.slicing.req_per_s:.2f}): "
-                + shares)
 
     def text(self) -> str:
         """Four lines, aligned."""
@@ -154,24 +147,82 @@ def states(device: Device, workload: Workload, splits: SplitTable | None, kv_tok
     found = [State(n, 0, len(prompt) / sum(device.solo_seconds(work, n) for work in works), 0.0 if decode_tokens else np.inf),
              State(0, n, 0.0, requests(1 / device.solo_seconds(decode, n)))]
     if splits is not None:
-        for p, d in zip(splits.prefill_sms.tolist(), splits.decode_sms.tolist(), strict=True):
-            beside = np.array([device.corun_seconds(work, p, decode, d) for work in works])
-            seconds = float(beside[:, 0].sum())
-            # Decode's steps meanwhile: each batch for as long as it lasts.
-            found.append(State(p, d, len(prompt) / seconds, requests(float((beside[:, 0] / beside[:, 1]).sum()) / seconds)))
+        prefill_s, step_s = device.coruns_all(works, decode, splits)
+        seconds = prefill_s.sum(axis=0)
+        # Decode's steps meanwhile: each batch for as long as it lasts.
+        steps = (prefill_s / step_s).sum(axis=0)
+        found += [State(p, d, len(prompt) / s, requests(of / s)) for p, d, s, of in zip(
+            *(column.tolist() for column in (splits.prefill_sms, splits.decode_sms, seconds, steps)), strict=True)]
     return found, seqs, context
 
 
 def bound(config: Config) -> Bound:
     """The fluid bound of a configuration's workload on its device, whatever its policy and rate."""
     whole = configuration(config)
-    device = load_device(whole.device)
-    workload = load_workload(whole.workload, whole.seed)
-    kv_tokens = whole.device.kv_tokens or kv_capacity_tokens(device.model, device.gpu, whole.device)
-    splits = SplitTable.every(device.num_sms, whole.device.partition_step_sms)
+    return bound_of(whole, load_workload(whole.workload, whole.seed), load_device(whole.device))
+
+
+def bound_of(config: RunConfig, workload: Workload, device: Device) -> Bound:
+    """:func:`bound`, of what is loaded already."""
+    kv_tokens = config.device.kv_tokens or kv_capacity_tokens(device.model, device.gpu, config.device)
+    splits = SplitTable.every(device.num_sms, config.device.partition_step_sms)
     found, seqs, context = states(device, workload, splits, kv_tokens)
     alone, shared = found[:2], found[2:]
     return Bound(best_mix(alone), tuple((state, best_mix([*alone, state])) for state in shared), best_mix(found), seqs, context)
+
+
+CAVEAT = "Short of saturation that is the load; lock-step systems may exceed it."
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What the systems of a comparison are measured by: the bound, or why it is not known; and the rate of arrivals."""
+
+    bound: Bound | None
+    why: str = ""
+    offered_req_per_s: float | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.bound is not None
+
+    def share(self, req_per_s: float | None) -> float | None:
+        """Of the bound."""
+        return None if self.bound is None or req_per_s is None else req_per_s / self.bound.fluid.req_per_s
+
+    def text(self, throughputs: Mapping[str, float | None]) -> str:
+        """One line: the bound, what share of it came, and what each system finished a second, drain included."""
+        if self.bound is None:
+            return f"share of the fluid bound: not known: {self.why}"
+        shares = {"offered": self.share(self.offered_req_per_s)} if self.offered_req_per_s is not None else {}
+        shares |= {name: self.share(value) for name, value in throughputs.items()}
+        said = ", ".join(f"{name} {'-' if value is None else format(value, '.1%')}" for name, value in shares.items())
+        return (f"share of the fluid bound, {self.bound.fluid.req_per_s:.3g} req/s (one phase at a time "
+                f"{self.bound.slicing.req_per_s:.3g}): {said}. {CAVEAT}")
+
+
+def limit_of(config: RunConfig, workload: Workload, device: Device) -> Limit:
+    """The bound of a comparison's requests, where it holds and costs milliseconds."""
+    why = _unknown(workload, device)
+    if why:
+        return Limit(None, why)
+    try:
+        return Limit(bound_of(config, workload, device), offered_req_per_s=workload.describe().rate_req_per_s)
+    except ConfigError:  # the run itself will say so
+        return Limit(None, "no request fits the KV cache")
+
+
+def _unknown(workload: Workload, device: Device) -> str:
+    """Why a share of what the device can serve means nothing here; empty where it does."""
+    from bullet.devices.fitted import DeviceModel
+
+    if workload.closed is not None:
+        return "a closed loop sends as fast as it is served"
+    if workload.shared_prefix:
+        return "prompts share their beginnings"
+    if not len(workload):
+        return "no requests"
+    return "" if isinstance(device, DeviceModel) else "step times are measured, or in tables"
 
 
 def estimated_capacity(config: Config) -> float:
@@ -190,10 +241,10 @@ def load_share(config: Config, workload: Workload, device: Device) -> float | No
     ``None`` where it is not known: a closed loop, a single moment, prompts that may share their beginnings, step times measured
     or in tables, and where nothing fits.
     """
-    from bullet.devices.fitted import DeviceModel
-
-    rate = None if workload.closed is not None else workload.describe().rate_req_per_s
-    if rate is None or workload.shared_prefix or not isinstance(device, DeviceModel):
+    if _unknown(workload, device):
+        return None
+    rate = workload.describe().rate_req_per_s
+    if rate is None:
         return None
     whole = configuration(config)
     every = -(-len(workload) // LOAD_REQUESTS)

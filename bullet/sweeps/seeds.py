@@ -7,6 +7,7 @@ from typing import Any
 
 from bullet.results import tables
 from bullet.results.student import CONFIDENCE
+from bullet.sweeps.bound import CAVEAT, Limit
 from bullet.sweeps.intervals import Estimate, interval, paired
 
 Summaries = Sequence[Sequence[Mapping[str, Any]]]
@@ -55,6 +56,21 @@ def _grid(names: Sequence[str], found: Sequence[Mapping[str, Estimate]], first: 
         cells = [one[key].text(sign + (".0f" if form == "d" else form)) if key in one else "-" for one in found]
         columns.append((group, title, cells))
     return tables.grid(names, columns, width)
+
+
+def shares_line(limits: Sequence[Limit], summaries: Summaries) -> str:
+    """:meth:`~bullet.sweeps.bound.Limit.text` with the mean over seeds, each by the bound of its own requests."""
+    if limits[0].bound is None:
+        return limits[0].text({})
+    shares: dict[str, list[float | None]] = {"offered": [limit.share(limit.offered_req_per_s) for limit in limits]}
+    for runs in zip(*summaries, strict=True):
+        shares[tables.label(runs[0])] = [limit.share(s["request_throughput"]) for limit, s in zip(limits, runs, strict=True)]
+    texts = {}
+    for name, values in shares.items():
+        known = [100 * value for value in values if value is not None]
+        texts[name] = f"{name} {interval(known).text('.1f')} %" if len(known) == len(values) else f"{name} -"
+    bounds = interval([limit.bound.fluid.req_per_s for limit in limits if limit.bound is not None])
+    return f"share of the fluid bound, {bounds.text('.3g')} req/s: {', '.join(texts.values())}. {CAVEAT}"
 
 
 def record(summaries: Summaries) -> list[dict[str, Any]]:

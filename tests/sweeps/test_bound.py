@@ -90,8 +90,24 @@ def test_the_bound_of_a_shipped_trace_is_above_every_split_and_slicing() -> None
     assert found.slicing.req_per_s < found.best_fixed[1].req_per_s <= found.fluid.req_per_s
     assert all(mix.req_per_s >= found.slicing.req_per_s for _, mix in found.fixed)
     assert "fluid bound" in found.text()
-    line = found.reached({"a": found.fluid.req_per_s / 2, "b": None})
-    assert line.endswith("): a 50.0%, b -")
+    fluid = found.fluid.req_per_s
+    line = bounds.Limit(found, offered_req_per_s=fluid / 4).text({"a": fluid / 2, "b": None})
+    assert line.endswith(f"): offered 25.0%, a 50.0%, b -. {bounds.CAVEAT}")
+    assert bounds.Limit(None, "a closed loop").text({"a": 1.0}) == "share of the fluid bound: not known: a closed loop"
+
+
+def test_all_splits_of_all_batches_at_once_are_as_one_by_one() -> None:
+    """Batches of other sizes have other tiles: the same seconds, whichever way they are asked for."""
+    device = worlds.A100
+    prefills = [device.prefill_work(batch, device.model.num_layers, logits_seqs=len(batch)) for batch in (
+        [(100, 0)], [(700, 0), (90, 0)], [(8192, 0)], [(3000, 0)] * 3)]
+    decode = device.decode_work(40, 40 * 900)
+    splits = SplitTable.every(108)
+    beside, steps = device.coruns_all(prefills, decode, splits)
+    pairs = list(zip(splits.prefill_sms.tolist(), splits.decode_sms.tolist(), strict=True))
+    one_by_one = np.array([[device.corun_seconds(work, p, decode, d) for p, d in pairs] for work in prefills])
+    assert np.allclose(beside, one_by_one[..., 0], rtol=1e-12)
+    assert np.allclose(steps, one_by_one[..., 1], rtol=1e-12)
 
 
 def test_the_estimate_is_the_bound_of_one_phase_at_a_time() -> None:
