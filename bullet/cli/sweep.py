@@ -60,7 +60,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     good.set_defaults(handler=_goodput)
     limit = commands.add_parser("bound", parents=[common, pool], help="how many requests per second at most",
                                 description="The fluid bound of a workload on a device: one phase at a time, each fixed split, "
-                                "all splits. With --policies, beside what each serves at saturation.", **style)
+                                "all splits. With --policies, beside what each serves at saturation. With --best, beside the "
+                                "best schedule found with full knowledge for windows of so many requests.", **style)
+    limit.add_argument("--best", type=int, metavar="N", help="compare --policies with the best schedule found for windows of 2 "
+                       "to 12 requests, arrivals and output lengths known")
+    limit.add_argument("--num-windows", type=int, metavar="K", help="so many of them, evenly over the requests (8)")
     limit.set_defaults(handler=_bound)
 
 
@@ -157,9 +161,20 @@ def _bound(args: argparse.Namespace) -> int:
     from bullet.sweeps import bound, goodput
 
     config = build_config(args)
-    for value, flag in ((args.out, "--out"), (args.rate, "--rate")):
+    idle = [("--out", args.out)]
+    idle += [("--rate", args.rate), ("--num-windows", args.num_windows)] if args.best is None else [("--seeds", args.seeds)]
+    for flag, value in idle:
         if value is not None:
-            raise ConfigError(f"{flag} {value}: has no effect on bound")
+            raise ConfigError(f"{flag} {value}: has no effect on bound" + (" without --best" if flag == "--num-windows" else
+                                                                         " --best" if flag == "--seeds" else ""))
+    if args.best is not None:
+        from bullet.sweeps.windows import windows
+
+        names = split_names(args.policies or "bullet,bullet-plus,vllm-1024,sglang-1024")
+        few = windows(config, names, size=args.best, count=8 if args.num_windows is None else args.num_windows)
+        print(f"simulated on {config.device.gpu}, {config.device.model}; {config.workload.trace}, seed {config.seed}")
+        print(few.text())
+        return 0
     found = bound.bound(config)
     print(f"analytic, from the simulated device: {config.device.gpu}, {config.device.model}; {config.workload.trace}\n")
     print(found.text())
