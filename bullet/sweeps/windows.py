@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations, product
+from itertools import combinations, pairwise, permutations, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,8 +133,8 @@ class Windows:
         best = [one.best for one in self.found]
         own = [one.own[policy] for one in self.found]
         counts = [one.requests for one in self.found]
-        met = ([s.met / n for s, n in zip(scores, counts, strict=True)] for scores in (best, own))
-        return (paired(*met),
+        met, own_met = ([s.met / n for s, n in zip(scores, counts, strict=True)] for scores in (best, own))
+        return (paired(met, own_met),
                 paired([b.mean_ttft_of_slo for b in best], [o.mean_ttft_of_slo for o in own]))
 
     def text(self) -> str:
@@ -279,7 +279,7 @@ def _every(ids: Sequence[int], sms: Sequence[int]) -> Iterator[Plan]:
     for order in permutations(ids):
         for cuts in (c for k in range(len(ids)) for c in combinations(range(1, len(ids)), k)):
             edges = (0, *cuts, len(ids))
-            batches = tuple(tuple(sorted(order[a:b])) for a, b in zip(edges, edges[1:], strict=False))
+            batches = tuple(tuple(sorted(order[a:b])) for a, b in pairwise(edges))
             for held in product(sms, repeat=len(batches)):
                 plan = tuple(zip(batches, held, strict=True))
                 if plan not in seen:

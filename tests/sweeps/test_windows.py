@@ -53,8 +53,8 @@ def test_waiting_for_a_short_one_may_pay() -> None:
 
 
 def test_decode_runs_beside_a_prefill_where_its_objective_needs_it() -> None:
-    """Twenty tokens of 10 ms beside a prefill of 1 s: apart, either the prompt waits or tokens come at (0.2 + 1) / 20 s, over 50 ms.
-    On other SMs neither feels the other."""
+    """Twenty tokens of 10 ms beside a prefill of 1 s: apart, either the prompt waits or tokens come at (0.2 + 1) / 20 s, over
+    50 ms. On other SMs neither feels the other."""
     (one,) = found_for([(0.0, 10, 21), (0.02, 1000, 1)], by_token, slo__tpot_s=0.05).found
     assert one.best.met == 2
     assert one.plan is None or one.plan[-1][1] > 0
