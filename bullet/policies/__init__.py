@@ -41,12 +41,17 @@ POLICIES: dict[str, Entry] = {
     "bullet": Entry("Algorithm 1: dynamic SM split under a performance model", True, "bullet:Bullet"),
     "bullet-literal": Entry("Algorithm 1 to the letter: no cap on a step, late first", True,
                             "bullet:BulletLiteral"),
+    "bullet-partition": Entry("an ablation (Fig. 23): bullet's splits, prompts in order of arrival", True,
+                              "bullet:BulletPartition"),
+    "bullet-scheduler": Entry("an ablation (Fig. 23): bullet's queue, both lanes on all SMs", True, "bullet:BulletScheduler"),
     "bullet-plus": Entry("ours: Algorithm 1 with other splits under KV pressure, stricter TPOT, a share for the overdue", True,
                          "plus:BulletPlus"),
     "static-P": Entry("fixed split, prefill on P SMs, decode on the rest; free tails (MuxServe-like)", False, "static:Static"),
     "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, "static:Naive"),
     "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, "chunked:Sglang"),
     "sglang-N-mixed": Entry("the paper's hybrid batch: decodes and chunks in one step of N tokens", False, "chunked:SglangMixed"),
+    "sglang-pdmux": Entry("SGLang's PD multiplexing: splits by the decode batch, layers a pass by a token budget", False,
+                          "pdmux:SglangPdmux"),
     "vllm-N": Entry("vLLM 0.8.5 (V1): running first, token budget N, preemption to the front", False, "vllm:Vllm"),
 }
 

@@ -29,7 +29,8 @@ from bullet.state import DECODE, PREFILL, DecodeStep, PrefillStep, Step, SystemS
 from tests.checks import finished, step_rows
 from tests.worlds import A100, FixedDevice, config, run, run_with, workload
 
-FAMILIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "naive", "sglang-512", "sglang-512-mixed", "vllm-512")
+FAMILIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "naive", "sglang-pdmux", "sglang-512",
+            "sglang-512-mixed", "vllm-512")
 RNG = np.random.default_rng(2)
 # About the device's speed, so that lanes overlap and queues form.
 LOAD = [(float(t), int(p), int(o)) for t, p, o in zip(

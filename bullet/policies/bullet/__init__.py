@@ -1,5 +1,5 @@
 """Algorithm 1 of the paper: ``algorithm`` is the file to read first."""
 
-from bullet.policies.bullet.algorithm import Bullet, BulletLiteral
+from bullet.policies.bullet.algorithm import Bullet, BulletLiteral, BulletPartition, BulletScheduler
 
-__all__ = ["Bullet", "BulletLiteral"]
+__all__ = ["Bullet", "BulletLiteral", "BulletPartition", "BulletScheduler"]

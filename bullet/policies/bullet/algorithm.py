@@ -354,3 +354,17 @@ class BulletLiteral(Bullet):
     """The letter of the text: no cap on the next step, late requests first, hand-over where no batch can follow."""
 
     defaults = OPTIONS | {"cap_next_step": False, "late_first": True, "hand_over": "batch"}
+
+
+class BulletPartition(Bullet):
+    """Fig. 23's partition without the scheduler: splits by Algorithm 1, prompts in order of arrival, decode never waits."""
+
+    name = "bullet-partition"
+    defaults = OPTIONS | {"order": "fcfs", "delayed_decode": False}
+
+
+class BulletScheduler(Bullet):
+    """Fig. 23's scheduler without the partition: the sorted queue and delayed decode, both lanes on all SMs."""
+
+    name = "bullet-scheduler"
+    defaults = OPTIONS | {"partition": False}
