@@ -31,7 +31,7 @@ from bullet.sweeps.cache import DEFAULT, Cache, key_of
 from bullet.sweeps.intervals import Estimate, interval, paired
 from bullet.sweeps.pool import Pool, Progress
 from bullet.workload import load_workload
-from experiments.questions import BULLET, OVERLOADS, QUESTIONS, Question, config_of
+from experiments.questions import BULLET, OVERLOADS, QUESTIONS, TRAIN, Question, config_of
 
 REQUESTS = 4000
 FIGURES = {"att": ("steady.slo_attainment_mean_length", 1.0, ".3f"), "TTFT": ("steady.mean_ttft_ms", 1e-3, ".2f"),
@@ -234,7 +234,6 @@ PLUS_FIGURES = ("att", "TTFT", "P99")
 
 def plus_table(question: Question, found: Found) -> str:
     """``bullet-plus`` less ``bullet``, and less the best fixed split; then what it must reach, counted."""
-    from experiments.plus import TRAIN
 
     rows, gains = [], {"train": [], "test": []}
     counts: Counter[str] = Counter()

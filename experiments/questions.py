@@ -96,8 +96,12 @@ def _race(arms: Mapping[str, Keys]) -> tuple[str, ...]:
     return tuple(name for name in arms if name.startswith("d="))
 
 
+TRAIN = ("azure-code 5", "azure-code 5.5", "sharegpt 15", "sharegpt 20", "arxiv 0.6", "arxiv 0.8", "arxiv 0.9",
+         "turns-calm", "turns-fast", "turns-azure", "day-chat", "bursts-code", "bursts-long")
+"""On which bullet-plus's parameters were chosen; the other half of its workloads was not looked at."""
 SPLITS = fixed(4, 12, 24, 36, 48)
 ENTRANTS = {"azure": ("d=4", "d=12", "d=24"), "sharegpt": ("d=12", "d=24", "d=48"), "arxiv": ("d=12", "d=24", "d=36"),
+            "turns-fast": ("d=24", "d=36", "d=48"), "turns-": ("d=12", "d=24", "d=36"), "turns": ("d=24", "d=36", "d=48"),
             "": ("d=12", "d=24", "d=36")}
 """Elsewhere a first look at one seed saw nothing to win."""
 FEW = fixed(12, 24, 48)
@@ -146,4 +150,9 @@ QUESTIONS: Mapping[str, Question] = {
                          seeds=2),
     "plus": Question("bullet-plus", (*POINTS, *NAMED), {"bullet": BULLET, "plus": PLUS, **SPLITS}, race=_race(SPLITS),
                      entrants=ENTRANTS),
+    "plus_parts": Question("Parts of bullet-plus", ("sharegpt 20", "azure-code 5.5", "arxiv 0.8", "turns"), {
+        "plus": PLUS, "no throughput split": policy("bullet-plus", throughput_split=False),
+        "TPOT by P90": policy("bullet-plus", tpot_one_in=10), "batches to the ridge": policy("bullet-plus", batch_tokens=0),
+        "late by arrival": policy("bullet-plus", late="arrival"),
+        "overdue strictly first": policy("bullet-plus", overdue_every=1)}, baseline="plus", figures=("att", "TTFT", "P99"), seeds=4),
 }
