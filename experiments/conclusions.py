@@ -234,7 +234,6 @@ PLUS_FIGURES = ("att", "TTFT", "P99")
 
 def plus_table(question: Question, found: Found) -> str:
     """``bullet-plus`` less ``bullet``, and less the best fixed split; then what it must reach, counted."""
-
     rows, gains = [], {"train": [], "test": []}
     counts: Counter[str] = Counter()
     for workload in question.workloads:

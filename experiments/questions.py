@@ -154,5 +154,6 @@ QUESTIONS: Mapping[str, Question] = {
         "plus": PLUS, "no throughput split": policy("bullet-plus", throughput_split=False),
         "TPOT by P90": policy("bullet-plus", tpot_one_in=10), "batches to the ridge": policy("bullet-plus", batch_tokens=0),
         "late by arrival": policy("bullet-plus", late="arrival"),
-        "overdue strictly first": policy("bullet-plus", overdue_every=1)}, baseline="plus", figures=("att", "TTFT", "P99"), seeds=4),
+        "overdue strictly first": policy("bullet-plus", overdue_every=1)}, baseline="plus", figures=("att", "TTFT", "P99"),
+        seeds=4),
 }
