@@ -53,7 +53,9 @@ VLLM_NEW = tuple(kind._replace(options=lambda world, own=kind.options: own(world
 SGLANG = tuple(Kind(f"{words}, {kv} KV", {"tight": kv == "tight", "announced": ANNOUNCED, "least_budget": least},
                     "sglang-{}" + suffix, _running)
                for words, suffix, least in (("chunks first", "", 0), ("mixed", "-mixed", 13)) for kv in ("ample", "tight"))
-SGLANG_NEW = tuple(kind._replace(options=lambda world: _running(world) | {"release": "0.5"}) for kind in SGLANG)
+# A page more for each newcomer: worlds have room for it, or the head of the queue would wait for ever with nobody running.
+SGLANG_NEW = tuple(kind._replace(draw={**kind.draw, "announced": ANNOUNCED + 1},
+                                 options=lambda world: _running(world) | {"release": "0.5"}) for kind in SGLANG)
 ENGINES = {"vllm-0.8.5": ("vllm", "0.8.5", "vllm_085", VLLM, 16),
            "vllm-0.33.0": ("vllm", "0.33.0", "vllm_033", VLLM_NEW, 16),
            "sglang-0.4.6": ("sglang", "0.4.6", "sglang_046", SGLANG, 1),
