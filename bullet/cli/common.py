@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        # Else argparse takes -5ms for a flag and says that one argument was expected.
+        self._negative_number_matcher = re.compile(r"-[0-9.]+[a-z]*$")
         if options.get("add_help", True):
             add_debug(self)
 
@@ -69,6 +72,8 @@ def out_folder(text: str) -> Path:
 def seconds(text: str) -> float:
     """A time with its unit; a bare number would be milliseconds to some and seconds to others."""
     found = parse_time_s(text)
+    if found is None and text.startswith("-") and parse_time_s(text[1:]) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r}: must not be negative")
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time with its unit (500ms, 0.5s; ns, us, ms, s, min, h)")
     return found

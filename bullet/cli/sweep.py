@@ -143,7 +143,7 @@ def _goodput(args: argparse.Namespace) -> int:
     from bullet import api
     from bullet.sweeps import goodput
 
-    names = api.split_names(args.policies) if args.policies else None
+    names = None if args.policies is None else api.split_names(args.policies)
     config = build_config(args)
     with _Told(args) as told:
         found = goodput.goodput(config, names, goal=args.goal, reading=args.reading, tolerance=args.tolerance,
@@ -167,10 +167,12 @@ def _bound(args: argparse.Namespace) -> int:
         if value is not None:
             raise ConfigError(f"{flag} {value}: has no effect on bound" + (" without --best" if flag == "--num-windows" else
                                                                          " --best" if flag == "--seeds" else ""))
+    if args.policies is not None and not split_names(args.policies):
+        raise ConfigError(f"--policies {args.policies!r}: must name each policy once, separated by commas")
     if args.best is not None:
         from bullet.sweeps.windows import windows
 
-        names = split_names(args.policies or "bullet,bullet-plus,vllm-1024,sglang-1024")
+        names = split_names("bullet,bullet-plus,vllm-1024,sglang-1024" if args.policies is None else args.policies)
         few = windows(config, names, size=args.best, count=8 if args.num_windows is None else args.num_windows)
         print(f"simulated on {config.device.gpu}, {config.device.model}; {config.workload.trace}, seed {config.seed}")
         print(few.text())
@@ -178,7 +180,7 @@ def _bound(args: argparse.Namespace) -> int:
     found = bound.bound(config)
     print(f"analytic, from the simulated device: {config.device.gpu}, {config.device.model}; {config.workload.trace}\n")
     print(found.text())
-    if args.policies:
+    if args.policies is not None:
         names = split_names(args.policies)
         with _Told(args) as told:
             measured = goodput.capacity(config, names, seeds=args.seeds or goodput.SEEDS, cache=args.cache, jobs=args.jobs,

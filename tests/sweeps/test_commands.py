@@ -68,6 +68,28 @@ def test_mistakes_are_one_line_and_leave_nothing(args: tuple[str, ...], says: st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("args", "says"), [
+    (("goodput", "--policies", ""), "policies '': must name each policy once"),
+    (("bound", "--policies", ""), "--policies '': must name each policy once"),
+    (("bound", "--best", "3", "--policies", ","), "--policies ',': must name each policy once")])
+def test_an_empty_list_of_policies_is_no_default(args: tuple[str, ...], says: str, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*args, "--num-requests", "40", "--quiet", "--cache", str(tmp_path / "cache")]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert says in said.err
+
+
+@pytest.mark.parametrize("args", [("--ttft", "-5ms"), ("--ttft=-5ms",), ("--tpot", "-0.5s"), ("--think-time", "-1s")])
+def test_a_time_before_zero_is_told_as_such(args: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["goodput", *args])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "': must not be negative" in said
+
+
 def test_a_run_that_fails_is_told_and_the_rest_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("from bullet.policies.static import Static\nclass Bad(Static):\n"
                                       "    def __init__(self, c):\n        super().__init__(c, 96)\n"
