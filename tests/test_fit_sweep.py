@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from bullet.catalog.gpus import get_gpu
+from bullet.catalog.gpus import GPUS, get_gpu
 from bullet.catalog.models import get_model
 from bullet.cli.profile import main as profile
 from bullet.cli.sim import main as sim
-from bullet.devices.coefficients import DeviceCoefficients
+from bullet.devices.coefficients import CALLED, DeviceCoefficients, lent
 from bullet.errors import ProfileError
 from bullet.gpu.partition import simulated_table
 from bullet.gpu.splits import granularity
@@ -261,3 +261,11 @@ def test_a_point_is_timed_alike_by_the_known_device_and_its_kernels():
     layer = rates.seconds(LLAMA, Shape("prefill_layer", 2048), 54)
     assert 0 < layer - total < 0.01 * layer
 
+
+
+def test_every_card_can_borrow_from_one_whose_name_a_fit_can_say() -> None:
+    assert {card.silicon for card in GPUS.values()} <= set(CALLED)
+    assert {name: GPUS[name].silicon for name in ("h200", "h20", "b200", "a100-40gb", "l40s")} == {
+        "h200": "h100", "h20": "h100", "b200": "h100", "a100-40gb": "a100-80gb", "l40s": "rtx4090"}
+    assert lent(["gemm: no measured row, H100's", "host_gap_s 0", "all_reduce: as asked, A100's"]) == {
+        "gemm": "H100's", "all_reduce": "A100's"}
