@@ -232,6 +232,11 @@ def contention_table(question: Question, found: Found) -> str:
 PLUS_FIGURES = ("att", "TTFT", "P99")
 
 
+def _end(one: Estimate, side: int) -> float:
+    """An end of an interval; where one seed leaves none, its mean."""
+    return one.mean + side * (one.half_width or 0.0)
+
+
 def plus_table(question: Question, found: Found) -> str:
     """``bullet-plus`` less ``bullet``, and less the best fixed split; then what it must reach, counted."""
     rows, gains = [], {"train": [], "test": []}
@@ -246,13 +251,12 @@ def plus_table(question: Question, found: Found) -> str:
         gains[half].append(diff["att"].mean)
         one = best(question.race, runs)
         less = None if one is None else difference(runs["plus"], runs[one], "att")
-        low, high = diff["att"].low or diff["att"].mean, diff["att"].high or diff["att"].mean
-        counts["attainment worse than bullet's"] += high < 0
-        counts["better"] += low > 0
-        counts["worse than the best fixed split's"] += less is not None and (less.high or less.mean) < 0
+        counts["attainment worse than bullet's beyond the interval"] += _end(diff["att"], 1) < 0
+        counts["better beyond it"] += _end(diff["att"], -1) > 0
+        counts["worse than the best fixed split's beyond it"] += less is not None and _end(less, 1) < 0
         for figure in ("TTFT", "P99"):
             counts[f"{NAMES[figure].partition(',')[0]} higher by the mean"] += diff[figure].mean > 0
-            counts[f"{NAMES[figure].partition(',')[0]} higher beyond the interval"] += (diff[figure].low or 0.0) > 0
+            counts[f"{NAMES[figure].partition(',')[0]} higher beyond the interval"] += _end(diff[figure], -1) > 0
         rows.append([workload, half, count(runs, ["bullet", "plus"]),
                      *(f"{mean(runs[arm], 'att'):.3f}{mark(runs[arm])}" for arm in ("bullet", "plus")),
                      diff["att"].text("+.3f"), "-" if one is None or less is None else f"{less.text('+.3f')} ({one})",
