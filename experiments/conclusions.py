@@ -353,7 +353,7 @@ def workloads_table(found: Mapping[str, Found], capacities: Mapping[str, float],
 
 def draw(folder: Path, found: Mapping[str, Found], seeds: int) -> None:
     """``fig15.png``: attainment over the rate; ``adapting.png``: the gain over the objective, and over drift."""
-    about = f"simulated, Llama-3.1-8B on A100-80GB; {REQUESTS} requests, {seeds} seeds, 95 % bands"
+    about = f"simulated, Llama-3.1-8B on A100-80GB; {REQUESTS} requests, up to {seeds} seeds, 95 % bands"
     if "fig15" in found:
         panels = []
         for trace in dict.fromkeys(workload.split()[0] for workload in QUESTIONS["fig15"].workloads):
@@ -364,10 +364,13 @@ def draw(folder: Path, found: Mapping[str, Found], seeds: int) -> None:
                         one = estimate(runs, "att")
                         curves.setdefault(arm, []).append((float(workload.split()[1]), one.mean, one.half_width))
             panels.append((f"attainment, {trace}", {name: sorted(points) for name, points in curves.items()}))
-        plots.save(plots.plot_bands(panels, "requests per second", about), folder / "fig15.png")
+        figure = plots.plot_bands(panels, "requests per second", about)
+        for axes in figure.axes:
+            axes.set_ylim(-0.03, 1.03)
+        plots.save(figure, folder / "fig15.png")
     gains: list[tuple[str, dict[str, list[tuple[float, float, float | None]]]]] = []
-    for name, title in (("ladder", "gain in attainment, over the TPOT objective (ms)"),
-                        ("drift", "gain, over a sine's swing (12 ± x req/s)")):
+    for name, title in (("ladder", "TPOT objective, ms"),
+                        ("drift", "swing of a sine, 12 ± x req/s")):
         curves = {}
         for workload, runs in found.get(name, {}).items():
             where, _, tpot = workload.partition(" @")
@@ -381,8 +384,10 @@ def draw(folder: Path, found: Mapping[str, Found], seeds: int) -> None:
         if curves:
             gains.append((title, {curve: sorted(points) for curve, points in curves.items()}))
     if gains:
-        plots.save(plots.plot_bands(gains, "", f"bullet less the best fixed split in hindsight; {about}"),
-                   folder / "adapting.png")
+        figure = plots.plot_bands(gains, "", f"bullet less the best fixed split in hindsight; {about}")
+        for axes, (words, _) in zip(figure.axes, gains, strict=True):
+            axes.set(xlabel=words, ylabel="gain in attainment", ylim=(-0.3, 0.75))
+        plots.save(figure, folder / "adapting.png")
 
 
 def tables(name: str, question: Question, found: Found) -> str:

@@ -331,7 +331,8 @@ def plot_bands(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, fl
     for axes in figure.axes[len(panels):]:
         axes.remove()
     if names != [""]:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(names)),
+        curves_of = {name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend([curves_of[name] for name in names], names, loc="outside lower center", ncols=min(5, len(names)),
                       fontsize=8.5, frameon=False)
     figure.suptitle(title, fontsize=9)
     return figure
