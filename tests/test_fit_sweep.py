@@ -11,6 +11,7 @@ from bullet.catalog.gpus import GPUS, get_gpu
 from bullet.catalog.models import get_model
 from bullet.cli.profile import main as profile
 from bullet.cli.sim import main as sim
+from bullet.devices import PROFILES
 from bullet.devices.coefficients import CALLED, DeviceCoefficients, lent
 from bullet.errors import ProfileError
 from bullet.gpu.partition import simulated_table
@@ -24,6 +25,7 @@ from bullet.profiler.plan import Point, Rates, make_plan
 from bullet.profiler.shapes import ENGINE_LAYERS, Shape
 from bullet.profiler.sweep import run_sweep
 from bullet.profiles.journal import Journal
+from bullet.profiles.kernels import Fit
 from bullet.profiles.rows import ENGINE_OPS, write_parquet
 from bullet.profiles.sweeps import model_of, of_implementation, read_rows
 from tests.known_device import KnownRates, made_up
@@ -269,3 +271,13 @@ def test_every_card_can_borrow_from_one_whose_name_a_fit_can_say() -> None:
         "h200": "h100", "h20": "h100", "b200": "h100", "a100-40gb": "a100-80gb", "l40s": "rtx4090"}
     assert lent(["gemm: no measured row, H100's", "host_gap_s 0", "all_reduce: as asked, A100's"]) == {
         "gemm": "H100's", "all_reduce": "A100's"}
+
+
+@pytest.mark.parametrize(("card", "what", "whose"), [
+    ("h200", "gemm", "H100's"), ("h200", "rowwise", "A100's"),  # H100's own fit has these of A100
+    ("l40s", "rowwise", "RTX 4090's"), ("l40s", "all_reduce", "A100's"), ("l40s", "rate and bandwidth against SMs", "A100's"),
+    ("a100-40gb", "gemm", "A100's")])
+def test_what_a_lender_has_itself_borrowed_keeps_its_owner(card: str, what: str, whose: str) -> None:
+    gpu = get_gpu(card)
+    fit = DeviceCoefficients.from_json(PROFILES / gpu.silicon / "llama-3.1-8b" / "fit.json")
+    assert Fit(gpu, LLAMA, lender=gpu.silicon).whose(what, fit) == whose

@@ -125,6 +125,8 @@ def test_a_fit_of_a_sweep_drives_the_simulator_with_its_intervals(rows, tmp_path
     # An H200's kernels are those of H100's silicon, which is the nearest measured.
     assert "gemm: no measured row, H100's" in out
     assert re.search("These intervals take kernels as they stand, and gemm, .* are H100's", out)
+    assert "rowwise: no measured row, A100's" in out  # H100's own fit has them of A100
+    assert "; rowwise are A100's: what is true" in out
     fit = DeviceCoefficients.from_json(tmp_path / "mine" / "fit.json")
     assert fit.intervals["shared_prefill_share"][0] < fit.shared_prefill_share < fit.intervals["shared_prefill_share"][1]
     device = load_device(DeviceConfig(gpu="h200", timing=str(tmp_path / "mine")))

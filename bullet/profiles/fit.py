@@ -105,8 +105,9 @@ def fit_table(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = N
 def borrowed_kernels(device: DeviceCoefficients) -> str:
     """What a fit's intervals do not cover, in words; empty where all kernels are of its own rows."""
     lenders = lent(line for line in device.notes["assumed"] if "no measured row, " in line)
-    return (f"These intervals take kernels as they stand, and {', '.join(lenders)} are {next(iter(lenders.values()))}: what is "
-            "true may lie outside.") if lenders else ""
+    parts = "; ".join(f"{', '.join(what for what, of in lenders.items() if of == who)} are {who}"
+                      for who in dict.fromkeys(lenders.values()))
+    return f"These intervals take kernels as they stand, and {parts}: what is true may lie outside." if lenders else ""
 
 
 def fit_samples(rows: Sequence[Row], model: ModelSpec, *, sm_data: Path | None = None, asked: Mapping[str, str] | None = None,
@@ -198,7 +199,8 @@ def _sm_axis(out: Fit, table: Sequence[Row], rows: Sequence[Row], sm_data: Path 
         errors = {k: v for k, v in kept.notes["errors"].items() if "sms" in k or "stretch" in k or "sm_axis" in k}
     else:
         axis, errors, source = {name: getattr(borrowed, name) for name in AXIS}, {}, None
-        out.assumed.append(f"rate and bandwidth against SMs: no measured row, {out.whose}")
+        what = "rate and bandwidth against SMs"
+        out.assumed.append(f"{what}: no measured row, {out.whose(what, borrowed)}")
     if source is not None:
         out.sources["sm_axis"] = source
         out.parameters |= {"bandwidth_against_sms": 2, "rate_against_sms": 2}

@@ -18,7 +18,7 @@ import numpy as np
 
 from bullet.catalog.gpus import GpuSpec
 from bullet.catalog.models import ModelSpec, model_label
-from bullet.devices.coefficients import ANALYTIC_FROM, CALLED, ROWWISE, DeviceCoefficients
+from bullet.devices.coefficients import ANALYTIC_FROM, CALLED, ROWWISE, DeviceCoefficients, lent
 from bullet.errors import ProfileError
 from bullet.profiles import forms
 from bullet.profiles.check import check_samples
@@ -55,10 +55,9 @@ class Fit:
     parameters: dict[str, int] = field(default_factory=dict)
     lender: str = ANALYTIC_FROM
 
-    @property
-    def whose(self) -> str:
-        """Whose what was borrowed is, in words."""
-        return f"{CALLED[self.lender]}'s"
+    def whose(self, what: str, borrowed: DeviceCoefficients) -> str:
+        """Whose ``what`` of ``borrowed`` is, in words: the lender's, or whoever's the lender has it of."""
+        return lent(borrowed.notes.get("assumed", ())).get(what, f"{CALLED[self.lender]}'s")
 
     def error(self, name: str, rows: Sequence[Row], predict: Callable[..., Array], *parameters: Any) -> None:
         """Keep the error of ``predict(rows, *parameters)``, if there is a row to make one of."""
@@ -218,7 +217,8 @@ def fit_rows(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: De
     for name in ROWWISE:
         if name not in shares:
             known = "norm" if name == "qk_norm" and "norm" in shares else None
-            shares[name] = shares[known] if known else _borrow(out, borrowed, f"{name} bandwidth").rowwise_bandwidth[name]
+            of = shares if known else _borrow(out, borrowed, "rowwise", f"{name} bandwidth").rowwise_bandwidth
+            shares[name] = of[known or name]
     out.assumed.append("qk_norm bandwidth (as norm)")
     out.values |= {"rowwise_bandwidth": {name: round(shares[name], 6) for name in sorted(shares)},
                    "rowwise_overhead_s": round(overhead_s, 10)}
@@ -300,11 +300,12 @@ def fit_links(out: Fit, found: Mapping[str, list[Row]], source: str, borrowed: D
         out.values["all_reduce_overhead_s"] = round(float(overhead_s), 10)
 
 
-def _borrow(out: Fit, borrowed: DeviceCoefficients | None, what: str,
+def _borrow(out: Fit, borrowed: DeviceCoefficients | None, family: str, what: str = "",
             reason: str = "no measured row") -> DeviceCoefficients:
+    what = what or family
     if borrowed is None:
         raise ProfileError(f"{what}: the table has no rows for it, and there is no other profile to borrow from")
-    out.assumed.append(f"{what}: {reason}, {out.whose}")
+    out.assumed.append(f"{what}: {reason}, {out.whose(family, borrowed)}")
     return borrowed
 
 
@@ -345,7 +346,7 @@ def fit_profile(rows: Sequence[Row], model: ModelSpec, *, borrowed: DeviceCoeffi
     for family in ("gemm", "rowwise", "decode_attention", "all_reduce", "prefill_attention"):
         source = None if family in borrow else choose(found[family], family, asked)
         if source is None:
-            coefficients = _borrow(out, borrowed, family, "as asked" if found[family] else "no measured row")
+            coefficients = _borrow(out, borrowed, family, reason="as asked" if found[family] else "no measured row")
             out.values |= {name: getattr(coefficients, name) for name in fields[family]}
             continue
         out.sources[family] = source
