@@ -105,7 +105,7 @@ ENTRANTS = {"azure": ("d=4", "d=12", "d=24"), "sharegpt": ("d=12", "d=24", "d=48
             "turns-fast": ("d=24", "d=36", "d=48"), "turns-": ("d=12", "d=24", "d=36"), "turns": ("d=24", "d=36", "d=48"),
             "": ("d=12", "d=24", "d=36")}
 """Elsewhere a first look at one seed saw nothing to win."""
-FEW = fixed(12, 24, 48)
+FEW = fixed(12, 24, 36, 48, 60, 72)
 L_STEPS = (1, 8, 32)
 QUESTIONS: Mapping[str, Question] = {
     "adaptive": Question("Adaptive against the best fixed split", (*POINTS, *NAMED), {"bullet": BULLET, **SPLITS},
