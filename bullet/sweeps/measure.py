@@ -17,12 +17,12 @@ from bullet.workload import Workload, load_workload
 
 
 @lru_cache(maxsize=4)
-def _device(config: DeviceConfig) -> Device:
+def device_of(config: DeviceConfig) -> Device:
     return load_device(config)
 
 
 @lru_cache(maxsize=4)
-def _workload(config: WorkloadConfig, seed: int) -> Workload:
+def workload_of(config: WorkloadConfig, seed: int) -> Workload:
     return load_workload(config, seed)
 
 
@@ -44,7 +44,7 @@ def measure(config: RunConfig) -> tuple[dict[str, Any], float]:
     from bullet.sim.run import simulate
 
     started = time.perf_counter()
-    outcome = simulate(config, workload=_workload(config.workload, config.seed), device=_device(config.device))
+    outcome = simulate(config, workload=workload_of(config.workload, config.seed), device=device_of(config.device))
     figures = flat(metrics.summarise(outcome)) | steady_figures(outcome.requests, outcome.tpot_slo_s) | saturation_figures(
         outcome.requests)
     return figures, time.perf_counter() - started

@@ -25,17 +25,20 @@ from bullet.results.page import drawn
 from bullet.signals import Say, silent
 from bullet.sweeps import axes as axes_of
 from bullet.sweeps.axes import Axes, Cell
+from bullet.sweeps.bound import CAVEAT, Limit, limit_of
 from bullet.sweeps.cache import DEFAULT, Cache, code_digest, key_of
 from bullet.sweeps.intervals import Estimate, interval, paired
+from bullet.sweeps.measure import device_of, workload_of
 from bullet.sweeps.pool import Pool, Progress
 from bullet.version import VERSION
 from bullet.workload import load_workload, resolved
 
 RATE, POLICY, SEED = "workload.rate_req_per_s", "policy.name", "seed"
+BOUND, SHARE = "fluid_bound_req_per_s", "fluid_bound_share"
 PANELS = (("slo_attainment_mean_length", "SLO attainment (mean length)", 1.0), ("mean_ttft_ms", "mean TTFT (s)", 1e-3),
           ("p99_ttft_ms", "P99 TTFT (s)", 1e-3), ("mean_tpot_ms", "mean TPOT (ms)", 1.0), ("p99_tpot_ms", "P99 TPOT (ms)", 1.0),
           ("request_throughput", "throughput (requests/s)", 1.0))
-POINTS = (*(f"{part}_{name}_ms" for name in ("ttft", "tpot") for part in ("mean", "p90", "p99")), "request_throughput",
+POINTS = (*(f"{part}_{name}_ms" for name in ("ttft", "tpot") for part in ("mean", "p90", "p99")), "request_throughput", SHARE,
           "slo_attainment_mean_length", "slo_attainment_per_request", "steady.slo_attainment_mean_length", "steady.mean_ttft_ms",
           "steady.p99_ttft_ms", "steady.mean_tpot_ms", "steady.throughput")
 """Figures of points.csv."""
@@ -45,7 +48,8 @@ MOST_FIGURES = 24
 @dataclass(frozen=True)
 class Sweep:
     """What came of it. ``rows``: one dictionary a run: its place on the axes, ``seed``, ``key`` (its name in the cache),
-    ``error`` (``None``, or why it has no figures), then every figure of summary.json, ``steady.*`` and ``saturation.*``."""
+    ``error`` (``None``, or why it has no figures), then every figure of summary.json, ``steady.*``, ``saturation.*`` and, where it is
+    known, the fluid bound and the share of it that was finished a second."""
 
     base: RunConfig
     axes: tuple[str, ...]
@@ -112,8 +116,10 @@ class Sweep:
         return places
 
     def text(self, figures: Sequence[str] = ("slo_attainment_mean_length", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms",
-                                             "request_throughput")) -> str:
-        """Means over seeds and half widths of their 95 % intervals, aligned; a place a row."""
+                                             "request_throughput", SHARE)) -> str:
+        """Means over seeds and half widths of their 95 % intervals, aligned; a place a row. The share of the fluid bound is left
+        out where no run has it."""
+        figures = [name for name in figures if name != SHARE or any(SHARE in row for row in self.rows)]
         keys = [key for key in self.axes if key != SEED]
         forms = {figure: ".0f" if "ttft" in figure else ".1f" if figure.endswith("_ms") else ".3f" for figure in figures}
         means = {figure: [(place, value.text(forms[figure])) for place, value in self.points(figure)] for figure in figures}
@@ -130,7 +136,8 @@ class Sweep:
         source = next((f"simulated on {row['gpu']} (device model: {row['device_source']}), {row['model']}" for row in self.rows
                        if row["error"] is None), "nothing ran to its end")
         how = "one seed" if seeds == 1 else f"mean of {seeds} seeds ± half of the 95 % interval"
-        return "\n".join([f"{source}; {self.base.workload.trace}; {how}", "", *lines])
+        caveat = ["", f"{SHARE}: of what the device could finish a second. {CAVEAT}"] if SHARE in figures else []
+        return "\n".join([f"{source}; {self.base.workload.trace}; {how}", "", *lines, *caveat])
 
     def write(self, folder: Path, report: bool = True) -> None:
         """``runs.parquet``, ``runs.csv``, ``points.csv``, ``base.toml``, ``sweep.txt``, and with ``report`` ``plots/``."""
@@ -213,11 +220,31 @@ def checked(cells: Sequence[Cell]) -> list[Cell]:
     for cell in cells:
         kinds.setdefault(_kind(cell.config), cell.config)
     nothing = dataclasses.replace(workload, arrival_s=workload.arrival_s[:0], prompt_tokens=workload.prompt_tokens[:0],
-                                  output_tokens=workload.output_tokens[:0], shared_prefix=None)
+                                  output_tokens=workload.output_tokens[:0], shared_prefix=None, closed=None)
     shared = dict(zip(kinds, share_options(list(kinds.values()), lambda config: simulate(
         config, workload=nothing, device=devices[config.device])), strict=True))
     return [dataclasses.replace(cell, config=dataclasses.replace(
         cell.config, policy=shared[_kind(cell.config)].policy, workload=whole[cell.config.workload])) for cell in cells]
+
+
+def _shares(cells: Sequence[Cell], records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """``BOUND`` of each run that has figures, and ``SHARE``, what it finished a second of that, drain included; nothing where it is
+    not known (:mod:`bullet.sweeps.bound`). Rates and policies share a bound, so few are worked out."""
+    limits: dict[tuple[Any, ...], Limit] = {}
+    found: list[dict[str, float]] = []
+    for cell, record in zip(cells, records, strict=True):
+        rate = record.get("figures", {}).get("request_throughput")
+        known = None
+        if rate is not None:
+            config = cell.config
+            workload = workload_of(config.workload, config.seed)
+            same = (config.device, workload.prompt_tokens.tobytes(), workload.output_tokens.tobytes(), workload.closed is None,
+                    bool(workload.shared_prefix))
+            if same not in limits:
+                limits[same] = limit_of(config, workload, device_of(config.device))
+            known = limits[same].bound
+        found.append({} if known is None else {BOUND: known.fluid.req_per_s, SHARE: rate / known.fluid.req_per_s})
+    return found
 
 
 def _kind(config: RunConfig) -> str:
@@ -257,7 +284,8 @@ def sweep(config: Config, axes: Axes, *, zipped: Sequence[Axes] = (), seeds: int
         records = pool.run(dict(zip(keys, (cell.config for cell in wanted), strict=True)))
         names = tuple(dict.fromkeys(key for cell in wanted for key in cell.place))
         rows = [{**cell.place, SEED: cell.config.seed, "key": key, "error": records[key].get("error"),
-                 **records[key].get("figures", {}), **cell.place} for cell, key in zip(wanted, keys, strict=True)]
+                 **records[key].get("figures", {}), **share, **cell.place}
+                for cell, key, share in zip(wanted, keys, _shares(wanted, [records[key] for key in keys]), strict=True)]
         result = Sweep(base, names if SEED in names else (*names, SEED), rows)
         if claim is not None:
             result.write(claim.folder, report)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from bullet import simulate, sweep
+from bullet import bound, simulate, sweep
 from bullet.config import RunConfig
 from bullet.errors import ConfigError, ResultsError
 from bullet.sweeps import pool as pools
@@ -84,6 +84,21 @@ def test_a_row_is_what_a_run_alone_says(found: Sweep) -> None:
     assert row["rejected_by_reason"] == "{}"
     assert row["error"] is None
     assert row["steady.offered"] <= 15
+
+
+def test_each_run_says_what_share_of_the_fluid_bound_it_finished(found: Sweep) -> None:
+    """The bound is of the requests, whatever their rate and the policy."""
+    for row in found.rows:
+        limit = bound({**SMALL, RATE: 9, "seed": row["seed"]}).fluid.req_per_s
+        assert row["fluid_bound_req_per_s"] == limit
+        assert row["fluid_bound_share"] == row["request_throughput"] / limit
+
+
+def test_no_share_is_told_where_the_bound_means_nothing(tmp_path: Path) -> None:
+    closed = sweep({**SMALL, "workload.arrivals": "closed", "workload.concurrency": 4, "policy.name": "vllm-1024"}, {},
+                   cache=tmp_path, jobs=1)
+    assert "fluid_bound_share" not in closed.rows[0]
+    assert "fluid_bound_share" not in closed.text()
 
 
 def test_the_second_time_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +302,8 @@ def test_what_is_written_is_the_rows(found: Sweep, tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "rate_req_per_s.png").stat().st_size > 10_000
     text = (tmp_path / "sweep.txt").read_text()
     assert text.startswith("simulated on a100-80gb")
-    assert len(text.splitlines()) == 8
+    assert len(text.splitlines()) == 10
+    assert text.splitlines()[-1].startswith("fluid_bound_share: of what the device could finish a second")
 
 
 def test_whole_numbers_among_others_are_numbers() -> None:
