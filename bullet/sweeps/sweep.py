@@ -48,8 +48,8 @@ MOST_FIGURES = 24
 @dataclass(frozen=True)
 class Sweep:
     """What came of it. ``rows``: one dictionary a run: its place on the axes, ``seed``, ``key`` (its name in the cache),
-    ``error`` (``None``, or why it has no figures), then every figure of summary.json, ``steady.*``, ``saturation.*`` and, where it is
-    known, the fluid bound and the share of it that was finished a second."""
+    ``error`` (``None``, or why it has no figures), then every figure of summary.json, ``steady.*``, ``saturation.*`` and, where
+    it is known, the fluid bound and the share of it that was finished a second."""
 
     base: RunConfig
     axes: tuple[str, ...]
@@ -228,8 +228,8 @@ def checked(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _shares(cells: Sequence[Cell], records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """``BOUND`` of each run that has figures, and ``SHARE``, what it finished a second of that, drain included; nothing where it is
-    not known (:mod:`bullet.sweeps.bound`). Rates and policies share a bound, so few are worked out."""
+    """``BOUND`` of each run that has figures, and ``SHARE``, what it finished a second of that, drain included; nothing where it
+    is not known (:mod:`bullet.sweeps.bound`). Rates and policies share a bound, so few are worked out."""
     limits: dict[tuple[Any, ...], Limit] = {}
     found: list[dict[str, float]] = []
     for cell, record in zip(cells, records, strict=True):
