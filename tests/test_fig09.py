@@ -9,7 +9,7 @@ import pytest
 
 from bullet import work
 from bullet.catalog.gpus import get_gpu
-from experiments.fig09 import LLAMA, eq1_seconds, kernel_theory, predict
+from experiments.findings.fig09 import LLAMA, eq1_seconds, kernel_theory, predict
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,8 +36,8 @@ def test_two_samples_give_the_rest_of_a_linear_alpha() -> None:
 
 
 def test_without_the_sweeps_it_says_so(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "experiments/fig09.py"), "--sm-data", str(tmp_path)], capture_output=True,
-                          text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    command = [sys.executable, "-m", "experiments.findings.fig09", "--sm-data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 2
     assert done.stderr.startswith("fig09: error:")
     assert done.stderr.count("\n") == 1

@@ -7,7 +7,7 @@ pytest.importorskip("sklearn")
 
 from bullet.estimators.base import Sample
 from bullet.state import DECODE, PREFILL
-from experiments import fig11
+from experiments.findings import fig11
 
 
 def test_as_many_states_as_the_paper() -> None:

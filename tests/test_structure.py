@@ -20,7 +20,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 SIMULATOR = {"sim"}
 REAL = {"engine", "profiler", "runtime", "kernels", "gpu"}
 HOMES = {"torch": {"engine", "profiler", "runtime", "kernels", "gpu"}, "triton": {"kernels"},
-         "matplotlib": {"results", "api"}, "scipy": {"profiles"}, "sklearn": {"profiles"}, "pandas": {"api"},
+         "matplotlib": {"results", "api", "paper"}, "scipy": {"profiles"}, "sklearn": {"profiles", "paper"}, "pandas": {"api"},
          "joblib": {"sweeps"}, "ray": {"sweeps"}}
 """Which wings may import what is dear to load, at the top or anywhere."""
 

@@ -12,11 +12,15 @@ from bullet.errors import ConfigError
 
 __all__ = ["MODELS", "ModelSpec", "described", "get_model", "model_label"]
 
-# Values of the public config.json of meta-llama/Llama-3.1-8B, meta-llama/Llama-3.1-70B, Qwen/Qwen3-32B.
+# Values of the public config.json of meta-llama/Llama-3.1-8B, meta-llama/Llama-3.1-70B, Qwen/Qwen3-32B,
+# Qwen/Qwen3-235B-A22B-FP8.
 MODELS: Mapping[str, ModelSpec] = types.MappingProxyType({m.name: m for m in (
     ModelSpec("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 131072),
     ModelSpec("llama-3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256, 131072),
     ModelSpec("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936, 40960, qk_norm=True),
+    # Blocks of 128 x 128 weights share a scale of 32 bits.
+    ModelSpec("qwen3-235b-a22b-fp8", 94, 4096, 1536, 64, 4, 128, 151936, 40960, qk_norm=True, num_experts=128,
+              experts_per_token=8, attention_bits=8 + 32 / 128**2, mlp_bits=8 + 32 / 128**2, gemm_dtype="fp8"),
     ModelSpec("tiny", 4, 256, 512, 4, 2, 64, 1024, 4096),
 )})
 

@@ -26,6 +26,7 @@ from bullet.cli.common import (
     whole,
     width,
 )
+from bullet.cli.figures import add_figures
 from bullet.cli.inspect import add_inspect
 from bullet.cli.lifecycle import command
 from bullet.files import fresh_folder, safe_name
@@ -45,6 +46,8 @@ EXAMPLES = """examples:
       an option goes to the policies that have it
   bullet-sim sweep --policies bullet,vllm-1024 --rates 2:8:0.5 --seeds 8
       a grid of runs over all cores, cached; means over seeds with their intervals
+  bullet-sim figures fig05 table2
+      the paper's figures, ours beside its own (all of them: bullet-sim figures)
   bullet-sim validate rtx4090
       a recorded run of vLLM on an RTX 4090, replayed: simulated beside measured
   bullet-sim validate serving
@@ -109,7 +112,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
     commands = parser.add_subparsers(dest="command", required=True,
-                                     metavar="run | compare | sweep | goodput | bound | inspect | validate | list")
+                                     metavar="run | compare | sweep | goodput | bound | figures | inspect | validate | list")
     run = commands.add_parser("run", help="one policy", description="Replay a trace under one policy.", epilog=RUN_EXAMPLES,
                               usage="bullet-sim run [options]", add_help=False, formatter_class=style["formatter_class"])
     group_of(run, COMMON).add_argument("--policy", metavar="NAME", help="bullet (default), bullet-literal, static-P, naive, "
@@ -144,6 +147,7 @@ def _sim_parser() -> argparse.ArgumentParser:
     shared = Parser(add_help=False)
     _simulation_arguments(shared, sweeps=True)
     sweep.add_commands(commands, shared)
+    add_figures(commands)
     add_inspect(commands)
     listing = commands.add_parser("list", help="what is built in", description="Show what is built in.")
     listing.set_defaults(handler=_list)

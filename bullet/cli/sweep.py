@@ -124,7 +124,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
     config, axes, zipped = _axes(args)
     folder = fresh_folder(args.out, f"sweep-{trace_label(config.workload.trace)}")
-    with _Told(args) as told:
+    with Told(args) as told:
         found = sweeps.sweep(config, axes, zipped=zipped, seeds=args.seeds, out=folder, report=not args.no_report,
                              cache=args.cache, jobs=args.jobs, ray=args.ray, progress=told.progress, say=told.say)
     print(found.text())
@@ -145,7 +145,7 @@ def _goodput(args: argparse.Namespace) -> int:
 
     names = None if args.policies is None else api.split_names(args.policies)
     config = build_config(args)
-    with _Told(args) as told:
+    with Told(args) as told:
         found = goodput.goodput(config, names, goal=args.goal, reading=args.reading, tolerance=args.tolerance,
                                 seeds=args.seeds or goodput.SEEDS, cache=args.cache, jobs=args.jobs, ray=args.ray, out=args.out,
                                 progress=told.progress, say=told.say)
@@ -182,7 +182,7 @@ def _bound(args: argparse.Namespace) -> int:
     print(found.text())
     if args.policies is not None:
         names = split_names(args.policies)
-        with _Told(args) as told:
+        with Told(args) as told:
             measured = goodput.capacity(config, names, seeds=args.seeds or goodput.SEEDS, cache=args.cache, jobs=args.jobs,
                                         ray=args.ray, progress=told.progress, say=told.say)
         width = max(map(len, names))
@@ -195,7 +195,7 @@ def _bound(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Told:
+class Told:
     """Progress on the terminal: one line that is rewritten; into a file, a line at each tenth."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -204,8 +204,9 @@ class _Told:
         self.started = time.monotonic()
         self.tenth, self.open, self.cached = 0, False, 0
         self.first = True
+        self.folder: Path | None = None
 
-    def __enter__(self) -> _Told:
+    def __enter__(self) -> Told:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -226,7 +227,7 @@ class _Told:
         if self.first:
             self.first, self.cached = False, at.done
         if at.done:
-            self.args.kept = self.cache  # what a command that is stopped says it leaves
+            self.args.kept = self.folder or self.cache  # what a command that is stopped says it leaves
         if self.quiet or not at.total:
             return
         tenth = 10 * at.done // at.total

@@ -1,4 +1,4 @@
-"""Estimators side by side (Fig. 11): ``python experiments/fig11.py [--sm-data DIR] [--states-only | --tables-only]``.
+"""Estimators side by side (Fig. 11): ``python -m experiments.findings.fig11 [--sm-data DIR] [--states-only | --tables-only]``.
 
 Mean absolute relative error of seconds, by estimator, for several sample counts and ranges, inside the sampled range and
 outside it:
@@ -14,12 +14,11 @@ Vidur's (scikit-learn; depth chosen by 3-fold cross-validation among 8, 16, 32).
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,129 +32,30 @@ from bullet.config import DeviceConfig
 from bullet.devices import PROFILES
 from bullet.devices.load import load_fitted
 from bullet.errors import BulletError
-from bullet.estimators.base import Sample
 from bullet.estimators.sampling import calibration_states, sample_device
 from bullet.estimators.srm import MIN_ALPHA, Srm
+from bullet.paper.fig11 import NAMES, Array, compare_states, error, features_of, forest, linear, states
 from bullet.piecewise import between
 from bullet.profiles.rows import read_parquet
 from bullet.profiles.sm_axis import MUXSERVE, SWEPT, greenctx, muxserve
-from bullet.state import PREFILL, SplitTable
-from experiments.fig09 import eq1_seconds
+from bullet.state import SplitTable
+from experiments.findings.fig09 import eq1_seconds
 
-Array = np.ndarray
 LEAST_THEORY_S = 5e-6
 """Rows of measured tables below this by eq. 1 are launches, of which no estimator here knows: left out, for all alike."""
 LLAMA = get_model("llama-3.1-8b")
 
 
-# ------------------------------------------------------------------------------------- the two learners
-
-
-def linear(features: Array, seconds: Array, squared: Sequence[int]) -> Callable[[Array], Array]:
-    """Least squares on the variables, those in ``squared`` with their squares."""
-    def columns(x: Array) -> Array:
-        return np.column_stack([np.ones(len(x)), x, *(x[:, i] ** 2 for i in squared)])
-
-    scale = np.maximum(np.abs(columns(features)).max(axis=0), 1e-12)
-    weights, *_ = np.linalg.lstsq(columns(features) / scale, seconds, rcond=None)
-    return lambda x: columns(x) / scale @ weights
-
-
-def forest(features: Array, seconds: Array, trees: int) -> Callable[[Array], Array]:
-    """A random forest; its depth by cross-validation on mean absolute relative error, as Vidur chooses it."""
-    from sklearn.ensemble import RandomForestRegressor
-    from sklearn.model_selection import GridSearchCV
-
-    base = RandomForestRegressor(n_estimators=trees, random_state=0, n_jobs=1)
-    if len(seconds) < 9:
-        return base.fit(features, seconds).predict
-    search = GridSearchCV(base, {"max_depth": [8, 16, 32]}, scoring="neg_mean_absolute_percentage_error", cv=3, n_jobs=1)
-    return search.fit(features, seconds).predict
-
-
-def error(predicted: Array, measured: Array) -> float:
-    """Mean absolute relative error; nan without points."""
-    return float(np.mean(np.abs(predicted / measured - 1))) if len(measured) else math.nan
-
-
-# ------------------------------------------------------------------------- co-running states, simulated
-
-LENGTHS = (32, 128, 512, 1024, 2048, 4096, 8192, 16384)
-BATCHES = (1, 4, 8, 16, 32, 48, 64, 96, 128, 256)
-CONTEXTS = (128, 512, 2048, 4096)
-SPLITS = tuple(range(12, 101, 4))
-"""8 x 10 x 4 x 23 = 7,360 states, as many as the paper measured."""
-DESIGNS = {
-    # label: (prompt lengths, batches alone, batches beside, contexts): the states sampled; SM counts are sample_device's
-    "few, half the range": ((128, 2048), (4, 64), (4, 64), (128, 2048)),
-    "more, half the range": ((64, 128, 512, 2048), (1, 4, 16, 32, 64), (4, 16, 64), (128, 2048)),
-    "few, whole range": ((32, 16384), (1, 256), (1, 256), (128, 4096)),
-    "more, whole range": ((32, 256, 2048, 16384), (1, 16, 64, 96, 128, 256), (8, 64, 256), (128, 4096)),
-    "estimator's default": ((32, 256, 1024, 4096, 16384), (1, 8, 32, 64, 96, 128, 512), (8, 64, 512), (256, 4096)),
-}
-
-
-def states() -> list[tuple[int, int, int, int]]:
-    """(prompt, sequences, mean context, decode's SMs)."""
-    return list(itertools.product(LENGTHS, BATCHES, CONTEXTS, SPLITS))
-
-
-def features_of(samples: Iterable[Sample], phase: str) -> tuple[Array, Array]:
-    """ES of one phase's samples: prompt tokens, prefill's SMs, sequences, total context, decode's SMs (0: absent)."""
-    rows, seconds = [], []
-    for s in samples:
-        if s.kind != phase:
-            continue
-        if phase == PREFILL:
-            rows.append((s.tokens, s.sms, s.corun_tokens, 0, s.corun_sms))
-        else:
-            rows.append((s.corun_tokens, s.corun_sms, s.tokens, s.context_tokens, s.sms))
-        seconds.append(s.seconds)
-    return np.array(rows, dtype=float), np.array(seconds)
-
-
-def compare_states(trees: int, seeds: int) -> None:
+def print_states(trees: int, seeds: int) -> None:
     """The circular column: every estimator on the simulated device's states."""
-    device = load_fitted(DeviceConfig())
-    n, splits = device.num_sms, SplitTable.every(device.num_sms)
-    every = states()
-    truth = {"prefill": np.empty(len(every)), "decode": np.empty(len(every))}
-    for i, (tokens, batch, context, d) in enumerate(every):
-        truth["prefill"][i], truth["decode"][i] = device.corun_seconds(
-            device.prefill_work([(tokens, 0)], LLAMA.num_layers, logits_seqs=1), n - d,
-            device.decode_work(batch, batch * context), d)
-    index_of = {int(d): i for i, d in enumerate(splits.decode_sms)}
-    x = {"prefill": np.array([(t, n - d, b, 0, d) for t, b, _, d in every], dtype=float),
-         "decode": np.array([(t, n - d, b, b * c, d) for t, b, c, d in every], dtype=float)}
-    print(f"{len(every)} co-running states, source = simulated ({device.coefficients.source} A100), CIRCULAR; "
-          f"3 % noise on samples; mean of {seeds} seeds\nmean absolute relative error, %: inside / outside the sampled range")
-    print(f"{'samples':<38}{'phase':<9}" + "".join(f"{name:>18}" for name in ("srm", "srm-blind", "linear", "forest")))
-    for label, (lengths, batches, beside, contexts) in DESIGNS.items():
-        inside = np.array([lengths[0] <= t <= lengths[-1] and batches[0] <= b <= batches[-1] and contexts[0] <= c <= contexts[-1]
-                           for t, b, c, _ in every])
-        found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for seed in range(seeds):
-            sought = calibration_states(device, splits, prefill_tokens=lengths, batches=batches, corun_batches=beside,
-                                        contexts=contexts)
-            samples = sample_device(device, sought, seed=seed)
-            for name in ("srm", "srm-blind"):
-                model = Srm(LLAMA, device.gpu, splits, samples, blind=name == "srm-blind", recalibrate=False)
-                guess = {"prefill": np.array([model.prefill_at((t,), (b, b * c), index_of[d]) for t, b, c, d in every]),
-                         "decode": np.array([model.decode_at(b, b * c, t, index_of[d]) for t, b, c, d in every])}
-                for phase, values in guess.items():
-                    found.setdefault((phase, name), []).append(
-                        (error(values[inside], truth[phase][inside]), error(values[~inside], truth[phase][~inside])))
-            for phase in ("prefill", "decode"):
-                features, seconds = features_of(samples, phase)
-                for name, learner in (("linear", linear(features, seconds, (0,))), ("forest", forest(features, seconds, trees))):
-                    values = learner(x[phase])
-                    found.setdefault((phase, name), []).append(
-                        (error(values[inside], truth[phase][inside]), error(values[~inside], truth[phase][~inside])))
-        for phase in ("prefill", "decode"):
-            cells = [_cell(*(statistics.fmean(v[i] for v in found[phase, name]) for i in (0, 1)))
-                     for name in ("srm", "srm-blind", "linear", "forest")]
-            head = f"{label} ({len(samples)})" if phase == "prefill" else ""
-            print(f"{head:<38}{phase:<9}" + "".join(f"{c:>18}" for c in cells))
+    print(f"{len(states())} co-running states, source = simulated (fitted A100), CIRCULAR; 3 % noise on samples; mean of "
+          f"{seeds} seeds\n"
+          "mean absolute relative error, %: inside / outside the sampled range")
+    print(f"{'samples':<38}{'phase':<9}" + "".join(f"{name:>18}" for name in NAMES))
+    found = compare_states(seeds, trees)
+    for label, phase in dict.fromkeys(key[:2] for key in found):
+        cells = "".join(f"{_cell(*found[label, phase, name]):>18}" for name in NAMES)
+        print(f"{label if phase == 'prefill' else '':<38}{phase:<9}{cells}")
 
 
 def _cell(inside: float, outside: float) -> str:
@@ -286,7 +186,7 @@ def _table(name: str, gpu: GpuSpec, axes: Sequence[str], rows: Sequence[dict[str
 
 def sm_tables(folder: Path) -> list[Table]:
     """Published sweeps over SMs: whole steps on A100, kernels on H100."""
-    from experiments.fig09 import A100, H100, kernel_theory, step_theory
+    from experiments.findings.fig09 import A100, H100, kernel_theory, step_theory
 
     found = []
 
@@ -346,7 +246,7 @@ def main() -> int:
     parser.add_argument("--tables-only", action="store_true")
     args = parser.parse_args()
     if not args.tables_only:
-        compare_states(args.trees, args.seeds)
+        print_states(args.trees, args.seeds)
     if not args.states_only:
         tables = profile_tables()
         if (args.sm_data / MUXSERVE).is_file():

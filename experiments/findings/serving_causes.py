@@ -1,6 +1,6 @@
 """Why simulated serving differs from what others measured: candidates for a cause, in figures. Nothing is set from them.
 
-    python experiments/serving_causes.py --data <folder with unlicensed/muxserve_..csv.gz>
+    python -m experiments.findings.serving_causes --data <folder with unlicensed/muxserve_..csv.gz>
 
 1. Time of a decode step beyond the kernels, in an engine of 2024 on an A100: MuxServe's measured steps less the simulated ones.
 2. SGLang's and vLLM's ShareGPT points with that time added: what would be left.

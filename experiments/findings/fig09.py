@@ -1,4 +1,4 @@
-"""The two-sample claim (section 3.2.2, Fig. 9): ``python experiments/fig09.py [--sm-data DIR] [--plot FILE]``.
+"""The two-sample claim (section 3.2.2, Fig. 9): ``python -m experiments.findings.fig09 [--sm-data DIR] [--plot FILE]``.
 
 SRM says ``T = alpha T'`` with ``T'`` of eq. 1, and that alpha sampled at two SM counts, interpolated and extended linearly,
 gives the rest. Here two measured SM counts of a shape give its alpha and every other measured count of it is predicted:

@@ -3,7 +3,7 @@
 The command's line in full has what was found here, from other sources (bullet/devices/table_skew.py); nothing is set from
 these figures.
 
-    python experiments/rtx4090_causes.py
+    python -m experiments.findings.rtx4090_causes
 
 1. Times between first and last token of requests that nobody preempts, by stretch of the run: error beside how far the
    longest context of a decode batch exceeds the mean; the same in full, as the command has it.

@@ -1,6 +1,6 @@
 """Why a GEMM shape that a fit has not seen is off: the form, waves, or what was measured. Nothing is set from it.
 
-    python experiments/gemm_shapes.py
+    python -m experiments.findings.gemm_shapes
 
 Of each shipped source with the model's shapes: the error of a shape left out of the fit, and of a fit to that shape alone (what
 the form itself cannot hold); its rate on long prompts; how much of the SMs the last wave of the largest tile leaves idle; and the

@@ -1,4 +1,4 @@
-"""How well the scheduler's model knows the simulated device: ``python experiments/srm_calibration.py``.
+"""How well the scheduler's model knows the simulated device: ``python -m experiments.findings.srm_calibration``.
 
 SRM is calibrated on a few noisy samples of the device and asked for states that it did not sample. Everything here is
 simulated, and circular in so far as the device is our own: it shows what the published form can express, no more.
