@@ -24,14 +24,15 @@ def make(runs: Runs) -> Drawn:
                 for part in ("median", "p90")
             )
             look = style.SYSTEMS[system]
-            axes.bar(at, median, width * 0.92, color=look.colour, label=f"{look.name}: median, tick: P90")
+            axes.bar(at, median, width * 0.92, color=look.colour, label=look.name)
             axes.plot(at, high, linestyle="none", marker="_", markersize=7, color="black")
             rows += [
                 {"metric": name, "system": system, "rate_req_per_s": rate, "median": m, "p90": h, "unit": label.split(", ")[1]}
                 for rate, m, h in zip(rates, median, high, strict=True)
             ]
         axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
-        axes.set(xlabel="requests/s", ylabel=label, yscale="log")
+        axes.set(xlabel="requests/s", ylabel=label)
+        style.log(axes)
     style.below(canvas, 4)
     where = {"policy__name": "bullet", "workload__rate_req_per_s": 20}
     checks = [
@@ -45,4 +46,9 @@ def make(runs: Runs) -> Drawn:
         )
         for part, value in STATED_S.items()
     ]
-    return Drawn(canvas, rows, checks, f"1,000 requests a run, means over {runs.seeds} seeds; prompts of 8,192 tokens at most.")
+    return Drawn(
+        canvas,
+        rows,
+        checks,
+        f"Bars: medians, ticks: P90. 1,000 requests a run, means over {runs.seeds} seeds; prompts of 8,192 tokens at most.",
+    )

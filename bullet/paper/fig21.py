@@ -7,7 +7,8 @@ from bullet.paper import style
 from bullet.paper.base import Drawn, Runs, relation, within
 from bullet.paper.fig15 import POLICY
 
-PARTS = {"prefill_only": "prefill", "decode_only": "decode", "hybrid": "hybrid", "idle": "idle"}
+NAMES = {"shared": "both at once on shared SMs"}
+PARTS = {"prefill_only": "prefill", "decode_only": "decode", "hybrid": "hybrid", "shared": "shared", "idle": "idle"}
 
 
 def make(runs: Runs) -> Drawn:
@@ -23,7 +24,7 @@ def make(runs: Runs) -> Drawn:
     for i, system in enumerate(systems):
         left = 0.0
         for part, phase in PARTS.items():
-            axes.barh(i, share[system][part], left=left, color=style.PHASES[phase], label=phase)
+            axes.barh(i, share[system][part], left=left, color=style.PHASES[phase], label=NAMES.get(phase, phase))
             left += share[system][part]
     axes.set_yticks(range(len(systems)), [style.SYSTEMS[s].name for s in systems])
     axes.set(xlabel="share of all SMs' time", xlim=(0, 1))

@@ -37,7 +37,7 @@ def make(runs: Runs) -> Drawn:
                     color=look.colour,
                     linestyle=look.dash,
                     marker=look.marker,
-                    fillstyle="none" if share == MOST else "full",
+                    alpha=0.4 if share == HALF else 1.0,
                     label=look.name if share is None else f"{look.name}, {share:g} of shared time",
                 )
                 rows += [
@@ -47,7 +47,7 @@ def make(runs: Runs) -> Drawn:
                 ]
         axes.set(xlabel="requests/s", title=label)
         if "TTFT" in label:
-            axes.set_yscale("log")
+            style.log(axes)
         axes.set_xticks(rates)
     style.below(canvas, 3)
 

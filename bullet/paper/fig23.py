@@ -54,7 +54,7 @@ def make(runs: Runs) -> Drawn:
             axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
             axes.set(title=f"{TRACES[trace]}: {label}", xlabel="requests/s")
             if "TTFT" in label:
-                axes.set_yscale("log")
+                style.log(axes)
             else:
                 axes.set_ylim(0, 1.05 if "SLO" in label else None)
         checks += _checks(runs, trace, rates[-1])

@@ -49,7 +49,8 @@ def draw(runs: Runs, panels: Sequence[Panel], figure: str, note: str) -> Drawn:
                         "paper_ms_per_token": None if there is None else there.value,
                     }
                 )
-        axes.set(title=panel.title, xlabel="requests/s", yscale="log")
+        axes.set(title=panel.title, xlabel="requests/s")
+        style.log(axes)
         same = told = 0
         for rate in rates:
             marked = {s: paper[name, rate] for s, name in THEIRS.items() if (name, rate) in paper}

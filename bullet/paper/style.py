@@ -78,6 +78,7 @@ PHASES: Mapping[str, str] = {
     "prefill": "#332288",
     "decode": "#88CCEE",
     "hybrid": "#AA4499",
+    "shared": "#44AA99",
     "idle": "#DDDDDD",
     "bound": "#DDCC77",
 }
@@ -93,6 +94,16 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def log(axes: Any) -> None:
+    """The values on a logarithmic scale, its ticks written out: 0.2, 5, 300."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def below(figure: Figure, columns: int = 4) -> None:

@@ -22,8 +22,7 @@ def prediction_us() -> float:
     """Microseconds of CPU time that a prediction of both phases at one state takes: mean over states, median over repeats."""
     device = a100()
     splits = SplitTable.every(device.num_sms)
-    model = make_estimator(
-        "srm", device=device, model=device.model, gpu=device.gpu, splits=splits, seed=0)
+    model = make_estimator("srm", device=device, model=device.model, gpu=device.gpu, splits=splits, seed=0)
     found = []
     for repeat in range(REPEATS):
         started = time.process_time()

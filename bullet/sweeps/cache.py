@@ -33,7 +33,8 @@ from bullet.files import cannot_write, make_folder
 PACKAGE = Path(__file__).parent.parent
 DEFAULT = Path("runs") / "cache"
 """Where results are kept unless another folder is given; relative to the folder that the command is run in."""
-NOT_IN_A_RUN = frozenset({"api.py", "cli", "engine", "gpu", "kernels", "profiler", "runtime", "validation", "version.py"})
+NOT_IN_A_RUN = frozenset({"api.py", "cli", "engine", "gpu", "kernels", "paper", "profiler", "runtime", "validation",
+                          "version.py"})
 """Wings whose sources a simulated run does not pass through (a test)."""
 OF_SWEEPS = frozenset({"intervals.py", "measure.py", "steady.py"})
 """Of this wing, what figures depend on."""
