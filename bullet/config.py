@@ -203,7 +203,7 @@ class DeviceConfig:
     ``kv_tokens``: KV capacity; ``None`` derives it from the specs: memory x ``memory_utilization`` less weights
     and ``reserve_bytes`` for activations. Where layers have a window: tokens if all layers kept them. ``kv_dtype``: ``auto`` (as
     the checkpoint says, else 16 bits), ``fp8`` or ``16``. ``max_model_len``: a context shorter than the model's.
-    ``contention_scale`` multiplies the contention loss,
+    ``contention_scale`` multiplies the contention loss, ``bandwidth_scale`` a fitted device's memory bandwidth,
     ``shared_prefill_share`` is the fraction of shared SMs' time that prefill gets (``None`` where the profile has none: *assumed*
     0.5),
     ``publish_delay_s`` and ``reconfigure_s`` are the paper's Table 5 means. ``timing``: ``fit`` (coefficients),
@@ -226,6 +226,7 @@ class DeviceConfig:
     memory_utilization: float = 0.9
     reserve_bytes: int = 2 * GIB
     contention_scale: float = 1.0
+    bandwidth_scale: float = 1.0
     shared_prefill_share: float | None = None
     publish_delay_s: float = 0.21 * MILLI
     reconfigure_s: float = 4.1e-6
@@ -249,6 +250,7 @@ class DeviceConfig:
                 "more than 0, and 1 or less")
         require(self.reserve_bytes >= 0, "device.reserve_bytes", self.reserve_bytes, "0 or more")
         require(0 <= self.contention_scale <= 1e6, "device.contention_scale", self.contention_scale, "0 to 1e6")
+        require(0.1 <= self.bandwidth_scale <= 10, "device.bandwidth_scale", self.bandwidth_scale, "0.1 to 10")
         require(self.shared_prefill_share is None or 0 < self.shared_prefill_share < 1, "device.shared_prefill_share",
                 self.shared_prefill_share, "between 0 and 1, exclusive")
         require(self.kv_dtype in ("auto", "fp8", "16"), "device.kv_dtype (--kv-dtype)", self.kv_dtype, "auto, fp8 or 16")

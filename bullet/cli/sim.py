@@ -112,7 +112,8 @@ def _sim_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bullet-sim", description="Replay LLM serving traces on a modelled GPU under Bullet and its rivals. "
                      "Everything it prints is simulated.", **style)
     commands = parser.add_subparsers(dest="command", required=True,
-                                     metavar="run | compare | sweep | goodput | bound | figures | inspect | validate | list")
+                                     metavar="run | compare | sweep | goodput | bound | sensitivity | figures | inspect | "
+                                             "validate | list")
     run = commands.add_parser("run", help="one policy", description="Replay a trace under one policy.", epilog=RUN_EXAMPLES,
                               usage="bullet-sim run [options]", add_help=False, formatter_class=style["formatter_class"])
     group_of(run, COMMON).add_argument("--policy", metavar="NAME", help="bullet (default), bullet-literal, static-P, naive, "

@@ -58,6 +58,16 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     good.add_argument("--tolerance", type=number, default=0.02, metavar="SHARE", help="relative width at which bisection ends "
                       "(default %(default)s)")
     good.set_defaults(handler=_goodput)
+    unsure = commands.add_parser("sensitivity", parents=[common, pool],
+                                 help="whether the winner holds in all that is unknown",
+                                 description="Vary what no measurement fixes, one by one and together, over paired seeds: "
+                                 "whether the winner changes, and at which value. Ranges by default: docs/sensitivity.md.", **style)
+    unsure.add_argument("--figure", default="slo_attainment_mean_length", metavar="NAME", help="by which the winner is known: a "
+                        "figure of summary.json, steady.* or saturation.* (default %(default)s)")
+    unsure.add_argument("--vary", action="append", default=[], metavar="a.b=LOW:HIGH", help="another range or key; repeatable")
+    unsure.add_argument("--only", action="store_true", help="vary nothing but --vary")
+    unsure.add_argument("--together", type=whole, metavar="N", help="points of all ranges at once (default 8; 0: none)")
+    unsure.set_defaults(handler=_sensitivity)
     limit = commands.add_parser("bound", parents=[common, pool], help="how many requests per second at most",
                                 description="The fluid bound of a workload on a device: one phase at a time, each fixed split, "
                                 "all splits. With --policies, beside what each serves at saturation. With --best, beside the "
@@ -152,6 +162,26 @@ def _goodput(args: argparse.Namespace) -> int:
     print(found.text())
     if args.out is not None:
         print(f"\nwritten to {args.out}/:\n  goodput.txt, goodput.json, probes.csv")
+    return 0
+
+
+def _sensitivity(args: argparse.Namespace) -> int:
+    from bullet import api
+    from bullet.sweeps import sensitivity
+
+    config = build_config(args)
+    names = api.split_names(args.policies or "bullet,vllm-1024")
+    unknowns = sensitivity.with_changes(args.vary, args.only)
+    folder = fresh_folder(args.out, f"sensitivity-{trace_label(config.workload.trace)}")
+    together = sensitivity.TOGETHER if args.together is None else args.together
+    with Told(args) as told:
+        found = sensitivity.sensitivity(
+            config, names, figure=args.figure, unknowns=unknowns, seeds=args.seeds or sensitivity.SEEDS,
+            together=together, out=folder, report=not args.no_report, cache=args.cache, jobs=args.jobs, ray=args.ray,
+            progress=told.progress, say=told.say)
+    print(found.text())
+    plot = "" if args.no_report else ", tornado.png"
+    print(f"\nwritten to {folder}/:\n  sensitivity.txt, sensitivity.csv, sensitivity.json, base.toml{plot}")
     return 0
 
 

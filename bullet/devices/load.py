@@ -18,7 +18,7 @@ from bullet.devices.base import Device
 from bullet.devices.coefficients import DeviceCoefficients, analytic_coefficients
 from bullet.devices.fitted import DeviceModel
 from bullet.door import is_file
-from bullet.errors import ConfigError
+from bullet.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from bullet.devices.measured import MeasuredDevice
@@ -130,9 +130,17 @@ def load_fitted(config: DeviceConfig, *, cache: bool = True) -> DeviceModel:
 
 
 def _fitted(coefficients: DeviceCoefficients, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, cache: bool) -> DeviceModel:
+    if config.bandwidth_scale != 1:
+        gpu = dataclasses.replace(gpu, mem_bytes_per_s=gpu.mem_bytes_per_s * config.bandwidth_scale)
+        coefficients = dataclasses.replace(coefficients, source=f"{coefficients.source}; bandwidth x {config.bandwidth_scale:g}")
     return DeviceModel(served_model(config), gpu, coefficients, tensor_parallel=config.tensor_parallel,
                        contention_scale=config.contention_scale, shared_prefill_share=config.shared_prefill_share,
                        cache=cache)
+
+
+def _own_bandwidth(config: DeviceConfig) -> None:
+    require(config.bandwidth_scale == 1, "device.bandwidth_scale", config.bandwidth_scale,
+            "1 where step times are measured or in tables (--device-model): they have their own bandwidth")
 
 
 def load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Path) -> TableDevice:
@@ -142,6 +150,7 @@ def load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Pa
     from bullet.devices.table_group import with_all_reduce
     from bullet.devices.table_samples import read_samples
 
+    _own_bandwidth(config)
     if config.kv_dtype == "fp8":
         raise ConfigError(f"{TABLE}: the tables were measured with KV of 16 bits, not device.kv_dtype (--kv-dtype) = fp8")
     tp = config.tensor_parallel
@@ -175,6 +184,7 @@ def load_tables(config: DeviceConfig, model: ModelSpec, gpu: GpuSpec, folder: Pa
 
 def _load_steps(path: Path, config: DeviceConfig, model: ModelSpec, gpu: GpuSpec) -> MeasuredDevice:
     """The step times of a file."""
+    _own_bandwidth(config)
     from bullet.devices.measured import MeasuredDevice, StepProfile
 
     profile = StepProfile.from_json(path)

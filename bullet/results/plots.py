@@ -338,6 +338,33 @@ def plot_bands(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, fl
     return figure
 
 
+def plot_tornado(bars: Sequence[tuple[str, str, str, float, float]], base: float, together: Sequence[float], x: str,
+                 title: str) -> Figure:
+    """A bar an unknown, from what it leads to at its low end to that at its high one (name, low, high, both values), the widest
+    on top; dots below: all of them at once. Left of zero something else wins."""
+    figure = figure_of(9, 1.7 + 0.42 * (len(bars) + bool(together)))
+    axes = figure.add_subplot()
+    rows = [name for name, *_ in bars] + (["all together"] if together else [])
+    for i, (_, low, high, at_low, at_high) in enumerate(bars):
+        for value, end, side, colour in ((at_low, low, -0.15, COLOURS[0]), (at_high, high, 0.15, COLOURS[1])):
+            axes.barh(i + side, value - base, left=base, color=colour, height=0.28,
+                      label=None if i else "at the low end" if side < 0 else "at the high end")
+            right = value >= base
+            axes.annotate(end, (value, i + side), xytext=(3 if right else -3, 0), textcoords="offset points", va="center",
+                          ha="left" if right else "right", fontsize=7)
+    if together:
+        axes.plot(together, [len(bars)] * len(together), "o", color="0.35", markersize=4, label="a point of all ranges")
+    axes.axvline(base, color="0.35", linewidth=0.9)
+    axes.axvline(0, color="black", linewidth=1.2, linestyle="--", label="the winner changes")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    tidy(axes, x, "")
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
 def plot_points(groups: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Figure:
     """Simulated over measured against measured seconds, a colour a group; the band is 10 % either way."""
     figure = figure_of(9, 4.6)
