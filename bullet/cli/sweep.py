@@ -61,7 +61,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     unsure = commands.add_parser("sensitivity", parents=[common, pool],
                                  help="whether the winner holds in all that is unknown",
                                  description="Vary what no measurement fixes, one by one and together, over paired seeds: "
-                                 "whether the winner changes, and at which value. Ranges by default: docs/sensitivity.md.", **style)
+                                 "whether the winner changes, and at which value. Ranges: docs/sensitivity.md.", **style)
     unsure.add_argument("--figure", default="slo_attainment_mean_length", metavar="NAME", help="by which the winner is known: a "
                         "figure of summary.json, steady.* or saturation.* (default %(default)s)")
     unsure.add_argument("--vary", action="append", default=[], metavar="a.b=LOW:HIGH", help="another range or key; repeatable")

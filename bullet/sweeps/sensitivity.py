@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from bullet.sweeps.cache import Cache, key_of
 from bullet.sweeps.intervals import Estimate, paired
 from bullet.sweeps.pool import Pool, Progress
 from bullet.sweeps.sweep import checked, csv_text, make_pool
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FIGURE = "slo_attainment_mean_length"
 SEEDS, TOGETHER, HALVINGS = 4, 8, 5
@@ -153,7 +150,7 @@ class Sensitivity:
                  **{f"mean.{system}": value for system, value in place.means.items()}, "rival": place.rival,
                  "lead": place.lead.mean, "lead_half_width_95": place.lead.half_width} for name, place in places]
 
-    def tornado(self) -> Figure:
+    def tornado(self) -> Any:
         """Leads from low to high, the widest on top; left of the line the winner has changed."""
         return plots.plot_tornado([(swing.unknown.key, f"{swing.unknown.low:g}", f"{swing.unknown.high:g}",
                                     swing.ends[0].lead.mean, swing.ends[1].lead.mean) for swing in self.swings],
