@@ -78,7 +78,7 @@ def relation(
 class Drawn:
     """A figure made: the canvas, its data (a row a point, columns named with their units), and what it says about the paper's."""
 
-    canvas: Canvas
+    canvas: Canvas | None
     rows: Sequence[Mapping[str, Any]]
     checks: Sequence[Check] = ()
     note: str = ""
@@ -129,6 +129,11 @@ class Figure:
     @property
     def paper(self) -> str:
         return str(self.about["paper"])
+
+    @property
+    def swept(self) -> bool:
+        """Whether it needs runs."""
+        return bool(self.about.get("sweep"))
 
     @property
     def most_seeds(self) -> int:

@@ -30,13 +30,27 @@ HEAD = ("", "relation", "paper", "ours", "asked")
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.4em}h2{font-size:1.15em;margin-top:2.2em;border-top:1px solid #ddd;padding-top:1em}
 .table{overflow-x:auto}table{border-collapse:collapse;font-size:13px}td,th{padding:.25em .6em;border-bottom:1px solid #ddd;
-text-align:left;vertical-align:top}img{max-width:100%}.note{color:#555}"""
+text-align:left;vertical-align:top}td:first-child{min-width:3.4em}img{max-width:100%}.note{color:#555}"""
 
 
 def summary(made: Sequence[Made]) -> str:
     """One line: how many relations are met."""
     counts = Counter(check.verdict for one in made if one.drawn for check in one.drawn.checks)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER)
+
+
+FIRST = ("figure", "met", "near", "off", "")
+
+
+def overview(made: Sequence[Made]) -> list[list[str]]:
+    """A row a figure: how many of its relations are met, near and off, and each as a sign, in their order."""
+    rows = []
+    for one in made:
+        checks = one.drawn.checks if one.drawn else ()
+        counts = Counter(check.verdict for check in checks)
+        signs = "".join(SIGNS[check.verdict] for check in checks) or ("no relation" if one.drawn else "not made")
+        rows.append([one.figure.title, *(str(counts[verdict]) for verdict in ORDER), signs])
+    return rows
 
 
 def _row(check: Check) -> list[str]:
@@ -53,7 +67,8 @@ def _about(made: Sequence[Made], seeds: int) -> str:
 
 
 def markdown(made: Sequence[Made], seeds: int, title: str = "# Fidelity: ours beside the paper") -> str:
-    lines = [title, "", _about(made, seeds) + " " + ABOUT, "", *_table(_sorted(made))]
+    lines = [title, "", _about(made, seeds) + " " + ABOUT, "", *_table(FIRST, overview(made)), "", "## Each relation", ""]
+    lines += _table(HEAD, [_row(check) for check in _sorted(made)])
     for one in made:
         lines += ["", f"## {one.figure.title}", ""]
         if one.drawn is None:
@@ -74,9 +89,8 @@ def markdown(made: Sequence[Made], seeds: int, title: str = "# Fidelity: ours be
     return "\n".join(lines) + "\n"
 
 
-def _table(checks: Sequence[Check]) -> list[str]:
-    rows = [HEAD, ["---"] * len(HEAD), *map(_row, checks)]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [head, ["---"] * len(head), *rows]]
 
 
 def page(made: Sequence[Made], seeds: int, folder: Path) -> str:
@@ -92,6 +106,7 @@ def page(made: Sequence[Made], seeds: int, folder: Path) -> str:
 
     parts = [
         f"<p>{html.escape(_about(made, seeds))}</p><p>{text(ABOUT).replace('*', '')}</p>",
+        f"<div class=table>{html_table(FIRST, overview(made))}</div><h2>Each relation</h2>",
         f"<div class=table>{html_table(HEAD, [_row(check) for check in _sorted(made)])}</div>",
     ]
     for one in made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,20 @@ def write(folder: Path, figure: Figure, drawn: Drawn, dpi: int) -> None:
     """``NAME.csv``, ``NAME.png``, ``NAME.pdf``."""
     columns = list(dict.fromkeys(key for row in drawn.rows for key in row))
     write_text(folder / f"{figure.name}.csv", csv_text(columns, ([row.get(key) for key in columns] for row in drawn.rows)))
+    assert drawn.canvas is not None
     style.save(drawn.canvas, folder / figure.name, dpi)
+
+
+def draw(name: str, runs: Runs, folder: Path, dpi: int) -> Made:
+    """One figure made and written."""
+    figure = base.load(name)
+    try:
+        with style.applied():
+            drawn = figure.make(runs)
+            write(folder, figure, drawn, dpi)
+        return Made(figure, dataclasses.replace(drawn, canvas=None))
+    except BulletError as exc:
+        return Made(figure, None, str(exc))
 
 
 def make(
@@ -89,19 +103,21 @@ def make(
     dpi: int = style.DPI,
     told: Callable[[Made], None] | None = None,
 ) -> list[Made]:
-    """All of them into ``folder``, which is there. One that cannot be made (a missing extra, a run that fails) keeps no other
-    back."""
-    found = []
-    for figure in figures:
-        try:
-            runs = runs_of(figure, pool, seeds, requests)
-            with style.applied():
-                drawn = figure.make(runs)
-                write(folder, figure, drawn, dpi)
-            one = Made(figure, drawn)
-        except BulletError as exc:
-            one = Made(figure, None, str(exc))
-        found.append(one)
+    """All of them into ``folder``, which is there: first those that need no runs, side by side. One that cannot be made (a
+    missing extra, a run that fails) keeps no other back."""
+    found: dict[str, Made] = {}
+
+    def done(one: Made) -> None:
+        found[one.figure.name] = one
         if told is not None:
             told(one)
-    return found
+
+    for one in pool.over_cores(draw, [(figure.name, Runs(), folder, dpi) for figure in figures if not figure.swept]):
+        done(one)
+    for figure in figures:
+        if figure.swept:
+            try:
+                done(draw(figure.name, runs_of(figure, pool, seeds, requests), folder, dpi))
+            except BulletError as exc:
+                done(Made(figure, None, str(exc)))
+    return [found[figure.name] for figure in figures]

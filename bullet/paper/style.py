@@ -148,6 +148,7 @@ def save(figure: Figure, stem: Path, dpi: int = DPI) -> None:
     ):
         with whole_file(stem.with_suffix(suffix)) as temporary:
             figure.savefig(temporary, format=suffix[1:], dpi=dpi, **options)
+        figure.set_layout_engine("none")  # what the first has laid out stands for the other: half of the time
 
 
 def needs(extra: str, module: str, load: Callable[[], object]) -> None:

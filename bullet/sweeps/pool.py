@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -97,6 +97,16 @@ class Pool:
                 self.say(f"a worker died ({type(exc).__name__}): {len(records)} of {len(wanted)} results are kept, the rest goes "
                          "on")
         return records
+
+    def over_cores(self, do: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """``do(*item)`` of each on all cores of this machine, as they end; what it raises ends them all."""
+        if self.workers == 1 or len(items) == 1:
+            yield from (do(*item) for item in items)
+            return
+        from joblib import Parallel, delayed
+
+        yield from Parallel(n_jobs=self.workers, backend="loky", batch_size=1, return_as="generator_unordered")(
+            delayed(do)(*item) for item in items)
 
     @contextmanager
     def _parallel(self, tasks: int) -> Iterator[Callable[[Iterable[tuple[str, RunConfig]], Cache], Iterable[tuple[str, Any]]]]:

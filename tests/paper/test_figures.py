@@ -239,7 +239,7 @@ def test_one_that_fails_keeps_no_other_back(
         return real(self, runs)
 
     monkeypatch.setattr(Figure, "make", fails)
-    assert main(["figures", "fig05", "table2", "--dpi", "60", "--out", str(tmp_path / "out")]) == 2
+    assert main(["figures", "fig05", "table2", "--dpi", "60", "--jobs", "1", "--out", str(tmp_path / "out")]) == 2
     assert "bullet-sim: error: fig05: needs what is not there" in capsys.readouterr().err
     assert (tmp_path / "out" / "table2.png").exists()
 
@@ -253,7 +253,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return real(self, runs)
 
     monkeypatch.setattr(Figure, "make", stops)
-    assert main(["figures", "fig05", "table2", "--dpi", "60", "--out", str(tmp_path / "out")]) == 130
+    assert main(["figures", "fig05", "table2", "--dpi", "60", "--jobs", "1", "--out", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"what was written is in {tmp_path / 'out'}/")
     assert (tmp_path / "out" / "fig05.csv").exists()
 
