@@ -8,6 +8,7 @@ from bullet.paper.base import MET, NEAR, OFF, Check, Drawn, Runs
 from bullet.paper.device import a100, chunked
 
 PROMPT = 16384
+FIRST_USE = 0.71
 
 
 def absolute(what: str, paper: float, ours: float, tolerance: float, cause: str = "") -> Check:
@@ -30,6 +31,13 @@ def make(runs: Runs) -> Drawn:
         for i, (seconds, flops) in enumerate(pieces)
     ]
     drop = {chunk: 1 - use[chunk][-1] / use[chunk][0] for chunk in (1024, 2048)}
+    # The same time for what grows with the past, and a first chunk as fast as the paper's: what its level alone explains.
+    first_s = one[0][0] * use[1024][0] / FIRST_USE
+    last_s = first_s + one[-1][0] - one[0][0]
+    like = (
+        f"the level: with a first chunk at the paper's {FIRST_USE:.2f} and our own seconds for what grows, last to first is "
+        f"{last_s / first_s:.2f} and the use lost {1 - one[-1][1] / last_s / peak / FIRST_USE:.2f}"
+    )
     checks = [
         absolute(
             "Fig. 5: 1k chunks, time beyond the whole prompt's",
@@ -38,11 +46,11 @@ def make(runs: Runs) -> Drawn:
             0.04,
             "GEMMs of 1k tokens lose more to waves in the fitted device than in the paper's",
         ),
-        absolute("Fig. 5: 1k chunks, last to first", 1.9, one[-1][0] / one[0][0], 0.15),
+        absolute("Fig. 5: 1k chunks, last to first", 1.9, one[-1][0] / one[0][0], 0.15, like),
         absolute("Fig. 5: mean chunk, 2k to 1k", 1.86, (total[2048] / len(two)) / (total[1024] / len(one)), 0.1),
         absolute(
             "Fig. 5: 1k chunks, first chunk's share of peak",
-            0.71,
+            FIRST_USE,
             use[1024][0],
             0.04,
             "the level of GEMMs at 1k tokens: the device is fitted to Vidur's A100 tables",
@@ -61,8 +69,8 @@ def make(runs: Runs) -> Drawn:
             0.04,
             "the fitted attention is slower than GEMMs at 16k; the paper's 77 % is called achievable, not measured so",
         ),
-        absolute("Fig. 5: 1k chunks, use lost from first to last", 0.18, drop[1024], 0.05),
-        absolute("Fig. 5: 2k chunks, use lost from first to last", 0.07, drop[2048], 0.05),
+        absolute("Fig. 5: 1k chunks, use lost from first to last", 0.18, drop[1024], 0.05, like),
+        absolute("Fig. 5: 2k chunks, use lost from first to last", 0.07, drop[2048], 0.05, like),
     ]
     canvas, panels = style.canvas(style.WIDE, 2.5, 1, 2)
     for chunk, colour, dash in ((1024, style.SIZES[0], "-"), (2048, style.SIZES[2], (0, (3, 1.5)))):

@@ -48,7 +48,8 @@ def make(runs: Runs) -> Drawn:
             name = f"{size:,} tokens" if phase == PREFILL else f"batch {size}"
             axes.plot(sms, [1e3 * truth[p] for p in sms], linestyle="none", marker=marker, color=colour, label=name)
             axes.plot(sms, [1e3 * guess[p] for p in sms], color=colour)
-        axes.set(title=f"{phase}: the device (points), eq. 1 with two samples (lines)", xlabel="SMs", ylabel="ms", yscale="log")
+        axes.set(title=f"{phase}, ms", xlabel="SMs")
+        style.log(axes)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     samples = sample_device(device, calibration_states(device, splits), seed=0)
     mean = float(
@@ -83,4 +84,4 @@ def make(runs: Runs) -> Drawn:
             cause="which states are averaged is not given; ours are the estimator's few, half of them of short prompts",
         ),
     ]
-    return Drawn(canvas, rows, checks)
+    return Drawn(canvas, rows, checks, f"Points: the device. Lines: eq. 1 with alpha of {SAMPLED[0]} and {SAMPLED[1]} SMs.")

@@ -61,7 +61,7 @@ def make(runs: Runs) -> Drawn:
                 | {"paper_req_per_s": theirs, "paper_precision": precision}
             )
             checks.append(_check(trace, system, ours, crossed, seeds, theirs, precision, runs.values(RATE)))
-        axes.set_xticks(range(len(systems)), [style.SYSTEMS[s].name.replace("SGLang", "SGL") for s in systems])
+        axes.set_xticks(range(len(systems)), [style.SYSTEMS[s].name.replace("-", "\n") for s in systems])
         axes.set_title(digitised.TRACES[trace])
     panels[0][0].set_ylabel("requests/s at attainment 0.9")
     note = (
