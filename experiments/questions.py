@@ -122,8 +122,7 @@ QUESTIONS: Mapping[str, Question] = {
         "no delayed decode": policy("bullet", delayed_decode=False), "order fcfs": policy("bullet", order="fcfs"),
         "decode floor 12": policy("bullet", decode_floor=1 / 9)}, figures=("att", "TTFT", "TPOT")),
     "literal": Question("The letter of the text", ("sharegpt 10", "azure-code 5", "arxiv 0.6"), {
-        "bullet": BULLET, "bullet-literal": policy("bullet-literal")}, absolute=True, figures=("att", "latency", "step"),
-        seeds=4),
+        "bullet": BULLET, "bullet-literal": policy("bullet-literal")}, absolute=True, figures=("att", "latency", "step")),
     "fig22": Question("Fig. 22: fixed prefill SMs, decode may use all", ("azure-code 4.5", "azure-code 5", "azure-code 5.5"), {
         "bullet": BULLET, "vllm-1024": policy("vllm-1024"), "sglang-1024-mixed": policy("sglang-1024-mixed"),
         **{f"static-{p}": policy(f"static-{p}", decode_sms=108) for p in (84, 96, 108)}},
@@ -147,14 +146,12 @@ QUESTIONS: Mapping[str, Question] = {
                              for loss in (0.0, 0.4) for name, keys in (("bullet", BULLET), *fixed(24).items(),
                                                                        ("static-96", policy("static-96")))},
         **fixed(24), "static-96": policy("static-96")}, absolute=True),
-    "capacity": Question("Throughput at saturation", OVERLOADS, {**SYSTEMS, "plus": PLUS}, absolute=True, figures=("sat", "mix"),
-                         seeds=2),
+    "capacity": Question("Throughput at saturation", OVERLOADS, {**SYSTEMS, "plus": PLUS}, absolute=True, figures=("sat", "mix")),
     "plus": Question("bullet-plus", (*POINTS, *NAMED), {"bullet": BULLET, "plus": PLUS, **SPLITS}, race=_race(SPLITS),
                      entrants=ENTRANTS),
     "plus_parts": Question("Parts of bullet-plus", ("sharegpt 20", "azure-code 5.5", "arxiv 0.8", "turns"), {
         "plus": PLUS, "no throughput split": policy("bullet-plus", throughput_split=False),
         "TPOT by P90": policy("bullet-plus", tpot_one_in=10), "batches to the ridge": policy("bullet-plus", batch_tokens=0),
         "late by arrival": policy("bullet-plus", late="arrival"),
-        "overdue strictly first": policy("bullet-plus", overdue_every=1)}, baseline="plus", figures=("att", "TTFT", "P99"),
-        seeds=4),
+        "overdue strictly first": policy("bullet-plus", overdue_every=1)}, baseline="plus", figures=("att", "TTFT", "P99")),
 }

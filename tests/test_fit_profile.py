@@ -35,7 +35,7 @@ from bullet.profiles.importers.reading import (
 )
 from bullet.profiles.rows import Row, finalise, read_parquet, write_parquet
 from bullet.profiles.source_page import MARK, source_page, write_page
-from experiments import gemm_shapes
+from experiments.findings import gemm_shapes
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"

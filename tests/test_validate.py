@@ -22,7 +22,7 @@ from bullet.validation.calibration import Calibration
 from bullet.validation.comparison import average, errors, mean_absolute, runs_of
 from bullet.validation.recorded import NAMES, Recorded, load_recorded
 from bullet.validation.replay import INGREDIENTS, JITTER_SEEDS, Replay, Scenario, jittered, replay
-from experiments import rtx4090_causes
+from experiments.findings import rtx4090_causes
 
 SHIPPED = PROFILES / "rtx4090" / "llama-3.1-8b"
 

@@ -134,14 +134,16 @@ def _sim_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("validate", help="replay a recorded run of a real engine",
                                 description="Replay a recorded run of a real engine: simulated beside measured, one run and the "
                                 "mean over runs whose arrivals are moved by up to 20 ms (docs/validation.md).")
-    check.add_argument("target", help="rtx4090, rtxpro6000: vLLM 0.19.0, Llama-3.1-8B, 300 requests; a FOLDER laid out like "
-                       "profiles/rtx4090/llama-3.1-8b; serving: what others measured of SGLang, vLLM and TensorRT-LLM")
+    check.add_argument("target", nargs="?", help="default: all of them, in one table and on one page; rtx4090, rtxpro6000: vLLM "
+                       "0.19.0, Llama-3.1-8B, 300 requests; a FOLDER laid out like profiles/rtx4090/llama-3.1-8b; serving: what "
+                       "others measured of SGLang, vLLM and TensorRT-LLM")
     check.add_argument("--jitters", type=whole, metavar="N",
                        help="a recorded run: runs with moved arrivals, seeds 0 to N - 1 (default 8)")
     check.add_argument("--ingredients", action="store_true", help="a recorded run: also leave out or change one part of the "
                        "engine at a time (8 times as long)")
     check.add_argument("--data", type=Path, metavar="DIR", help="a recorded run: a folder instead of the shipped one; serving: a "
                        "folder with runs that cannot be shipped, compared as well")
+    check.add_argument("--html", type=Path, metavar="FILE", help="without a target: the page there as well, a picture a run")
     check.add_argument("--out", type=out_folder, metavar="DIR", help="a fresh folder (default runs/validate-<target>-<time>)")
     check.add_argument("--quiet", action="store_true", help="no progress bar")
     check.set_defaults(handler=_validate)
@@ -201,6 +203,10 @@ def _validate(args: argparse.Namespace) -> int:
     from bullet.files import Claim
     from bullet.results.page import drawn
 
+    if args.target is None:
+        return _validate_all(args)
+    if args.html is not None:
+        raise ConfigError("--html: only without a target, when all are on one page")
     if args.target == "serving":
         from bullet.validation import serving as validation
         from bullet.validation import serving_points
@@ -233,6 +239,35 @@ def _validate(args: argparse.Namespace) -> int:
         print(validation.write(claim.folder, found))
         picture = ", validate.png" if drawn(lambda: validation.draw(claim.folder, found)) else ""
     print(f"written to {claim.folder}/:\n  validate.json, validate.txt{picture}, {validation.ROWS}")
+    return 0
+
+
+def _validate_all(args: argparse.Namespace) -> int:
+    from bullet.errors import ConfigError
+    from bullet.files import Claim, write_text
+    from bullet.validation import everything
+    from bullet.validation.replay import JITTER_SEEDS
+
+    jitters = len(JITTER_SEEDS) if args.jitters is None else args.jitters
+    if not 0 <= jitters <= 1000:
+        raise ConfigError(f"--jitters {jitters}: must be 0 to 1000")
+    if args.ingredients:
+        raise ConfigError("--ingredients: of one recorded run: name it")
+    if args.html is not None and args.html.exists():
+        raise ConfigError(f"--html {args.html}: exists already (nothing is overwritten)")
+    wanted = everything.entries(jitters, args.data)
+    with Claim(fresh_folder(args.out, "validate-all")) as claim:
+        args.kept = claim.folder
+        update, close = progress_bar(sum(entry.runs for entry in wanted), "validate", args.quiet, "run")
+        try:
+            found = everything.validate(wanted, claim.folder, update or (lambda _: None))
+        finally:
+            close()
+        print(everything.write(claim.folder, found))
+        if args.html is not None:
+            write_text(args.html, everything.page(found), replace=False)
+    where = "" if args.html is None else f"\n  {args.html}"
+    print(f"written to {claim.folder}/:\n  validate.txt, validate.csv, validate.html; a picture a run{where}")
     return 0
 
 
