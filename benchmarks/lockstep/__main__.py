@@ -53,9 +53,12 @@ VLLM_NEW = tuple(kind._replace(options=lambda world, own=kind.options: own(world
 SGLANG = tuple(Kind(f"{words}, {kv} KV", {"tight": kv == "tight", "announced": ANNOUNCED, "least_budget": least},
                     "sglang-{}" + suffix, _running)
                for words, suffix, least in (("chunks first", "", 0), ("mixed", "-mixed", 13)) for kv in ("ample", "tight"))
+SGLANG += tuple(Kind(f"whole prompts, {kv} KV", {"tight": kv == "tight", "announced": ANNOUNCED}, "sglang",
+                     lambda world: _running(world) | {"max_prefill_tokens": world.budget}) for kv in ("ample", "tight"))
 # A page more for each newcomer: worlds have room for it, or the head of the queue would wait for ever with nobody running.
 SGLANG_NEW = tuple(kind._replace(draw={**kind.draw, "announced": ANNOUNCED + 1},
-                                 options=lambda world: _running(world) | {"release": "0.5"}) for kind in SGLANG)
+                                 options=lambda world, own=kind.options: own(world) | {"release": "0.5"})  # type: ignore[misc]
+                   for kind in SGLANG)
 ENGINES = {"vllm-0.8.5": ("vllm", "0.8.5", "vllm_085", VLLM, 16),
            "vllm-0.33.0": ("vllm", "0.33.0", "vllm_033", VLLM_NEW, 16),
            "sglang-0.4.6": ("sglang", "0.4.6", "sglang_046", SGLANG, 1),
@@ -80,8 +83,8 @@ def run(engine: str, folder: Path, count: int) -> int:
         for seed in range(count):
             world = worlds.draw(seed, **kind.draw)
             ours = worlds.Ours(world, worlds.make(kind.policy.format(world.budget), kind.options(world)), block_tokens)
-            other = theirs.Theirs(modules, world, **({"mixed": kind.policy.endswith("mixed"), "announced": ANNOUNCED}
-                                                     if name == "sglang" else {}))
+            other = theirs.Theirs(modules, world, **({"mixed": kind.policy.endswith("mixed"), "announced": ANNOUNCED,
+                                                      "whole": kind.policy == "sglang"} if name == "sglang" else {}))
             line = worlds.compare(world, ours, other, same)
             if line is not None:
                 found.append(line)

@@ -146,9 +146,10 @@ def load(source: Path) -> dict[str, Any]:
 
 
 class Theirs:
-    """Its loop in a world. ``announced``: the greatest output that clients say they take."""
+    """Its loop in a world. ``announced``: the greatest output that clients say they take; ``whole``: no chunks, the world's
+    budget is what a prefill batch may have."""
 
-    def __init__(self, modules: dict[str, Any], world: World, mixed: bool, announced: int) -> None:
+    def __init__(self, modules: dict[str, Any], world: World, mixed: bool, announced: int, whole: bool = False) -> None:
         self.modules, self.world, self.announced = modules, world, announced
         batch, policy = modules["schedule_batch"], modules["scheduler"].Scheduler
         self.slots = Slots(world.blocks * BLOCK)
@@ -157,10 +158,12 @@ class Theirs:
         scheduler.__dict__.update(
             last_batch=None, chunked_req=None, running_batch=batch.ScheduleBatch(reqs=[], batch_is_full=False), waiting_queue=[],
             tree_cache=modules["chunk_cache"].ChunkCache(self.rows, self.slots), req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.slots, grammar_queue=[], max_running_requests=world.seqs, max_prefill_tokens=16384,
+            token_to_kv_pool_allocator=self.slots, grammar_queue=[], max_running_requests=world.seqs,
+            max_prefill_tokens=world.budget if whole else 16384,
             enable_hierarchical_cache=False, policy=types.SimpleNamespace(calc_priority=lambda queue: None), new_token_ratio=0.7,
             init_new_token_ratio=0.7, min_new_token_ratio=0.098, new_token_ratio_decay=(0.7 - 0.098) / 600,
-            chunked_prefill_size=world.budget, is_mixed_chunk=mixed, lora_paths=None, enable_metrics=False, attn_tp_rank=1,
+            chunked_prefill_size=None if whole else world.budget, is_mixed_chunk=mixed, lora_paths=None, enable_metrics=False,
+            attn_tp_rank=1,
             model_config=types.SimpleNamespace(is_encoder_decoder=False, vocab_size=1), enable_overlap=False,
             spec_algorithm=types.SimpleNamespace(is_eagle=lambda: False, is_none=lambda: True), decode_mem_cache_buf_multiplier=1,
             server_args=types.SimpleNamespace(enable_custom_logit_processor=False, enable_dp_attention=False,

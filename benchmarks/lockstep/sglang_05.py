@@ -200,7 +200,7 @@ def give_back(slots: Slots, row: Row) -> None:
 class Theirs:
     """Its loop in a world. ``announced``: the greatest output that clients say they take."""
 
-    def __init__(self, modules: dict[str, Any], world: World, mixed: bool, announced: int) -> None:
+    def __init__(self, modules: dict[str, Any], world: World, mixed: bool, announced: int, whole: bool = False) -> None:
         self.world, self.announced = world, announced
         self.slots = slots = Slots(world.blocks * BLOCK, modules["prefill_budget"].PrefillBudget)
         tree = Tree()
@@ -224,7 +224,8 @@ class Theirs:
             "chunked_req": None, "last_batch": None, "running_batch": module.ScheduleBatch([]), "waiting_queue": [],
             "tree_cache": tree, "token_to_kv_pool_allocator": slots, "page_size": 1, "is_mixed_chunk": mixed,
             "req_to_token_pool": SimpleNamespace(available_size=lambda: 10**6), "result_queue": [], "max_prefill_bs": 0,
-            "max_prefill_tokens": 16384, "chunked_prefill_size": world.budget, "max_running_requests": world.seqs,
+            "max_prefill_tokens": world.budget if whole else 16384,
+            "chunked_prefill_size": None if whole else world.budget, "max_running_requests": world.seqs,
             "new_token_ratio_tracker": tracker, "priority_scheduling_preemption_threshold": 0, "processed_tokens_counter": 0,
             "policy": SimpleNamespace(calc_priority=lambda *_, **__: None, shortest_prefill_chunk_limit=lambda *_: None),
             "grammar_manager": SimpleNamespace(has_waiting_grammars=lambda: False), "dp_attn_adapter": same,

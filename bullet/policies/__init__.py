@@ -50,6 +50,7 @@ POLICIES: dict[str, Entry] = {
     "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, "static:Naive"),
     "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, "chunked:Sglang"),
     "sglang-N-mixed": Entry("the paper's hybrid batch: decodes and chunks in one step of N tokens", False, "chunked:SglangMixed"),
+    "sglang": Entry("SGLang with chunking off: whole prompts ahead of decodes", False, "chunked:SglangWhole"),
     "sglang-pdmux": Entry("SGLang's PD multiplexing: splits by the decode batch, layers a pass by a token budget", False,
                           "pdmux:SglangPdmux"),
     "vllm-N": Entry("vLLM 0.8.5 (V1): running first, token budget N, preemption to the front", False, "vllm:Vllm"),

@@ -1,4 +1,5 @@
-"""``sglang-N`` and ``sglang-N-mixed``: SGLang 0.4.6 with chunked prefill of N tokens. docs/policies.md names the sources.
+"""``sglang-N`` and ``sglang-N-mixed``: SGLang 0.4.6 with chunked prefill of N tokens, ``sglang`` without. docs/policies.md names
+the sources.
 
 ``sglang-N`` is the engine's default: prefill runs ahead of decodes. While a chunk is pending or a queued prompt is admitted,
 the step is a prefill batch of up to N tokens; otherwise every running request decodes one token.
@@ -44,6 +45,8 @@ OPTIONS = {
     "release": "0.4.6",  # or 0.5
     "schedule_policy": "fcfs",  # or lpm: of the waiting, who shares most with the cache first; while few enough wait
 }
+WHOLE = 10**9
+"""A chunk of every prompt there can be."""
 LPM_QUEUE = 128
 """More than so many wait in order of arrival: the engine finds matching all of them too dear."""
 
@@ -65,6 +68,7 @@ class Sglang:
         require(options, "schedule_policy", options["schedule_policy"] in ("fcfs", "lpm"), "fcfs or lpm")
         self.longest_prefix = options["schedule_policy"] == "lpm"
         self.chunk_tokens = chunk_tokens
+        self.whole = chunk_tokens == WHOLE
         self.mixed = mixed
         self.sms = context.splits.num_sms
         self.max_running: int = options["max_running_requests"]
@@ -251,7 +255,7 @@ class Sglang:
             if full:
                 break
             new = min(known, budget)
-            if new <= 0:
+            if new <= 0 or (self.whole and chunks and known >= input_left):
                 break
             chunks.append(Chunk(request.id, new, past))
             budget -= new
@@ -304,6 +308,15 @@ class Sglang:
         self.ended_s = self.launched_s + elapsed_s
         if isinstance(step, HybridStep) and not step.chunks and not step.preempt:
             self.ratio = max(self.ratio - self.decay, self.min_ratio)
+
+
+class SglangWhole(Sglang):
+    """``sglang``: chunking off (``chunked_prefill_size = -1``). A prefill batch takes whole prompts until ``max_prefill_tokens``
+    are reached, a longer one by itself."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context, WHOLE)
+        self.name = "sglang"
 
 
 class SglangMixed(Sglang):

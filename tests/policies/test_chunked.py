@@ -118,3 +118,26 @@ def test_since_0_5_who_ended_is_gone_at_the_next_step(release: str, lag: int) ->
     log = World(rows, 7).run_hybrid(build("sglang-64", assumed_new_tokens=2, release=release)).log
     begun = next(i for i, (_, step) in enumerate(log) if any(c.request_id == 2 for c in step.chunks))  # type: ignore[union-attr]
     assert begun == 4 + lag
+
+
+@pytest.mark.parametrize("release", ["0.4.6", "0.5"])
+def test_without_chunks_a_batch_takes_whole_prompts_up_to_its_most(release: str) -> None:
+    """100 tokens a batch: 60, and 50 finds 40 left; 50 and 30, and 300 finds 20; 300 by itself, over the most; then 7 decodes."""
+    rows = [(0, 60, 8), (0, 50, 8), (0, 30, 8), (0, 300, 8)]
+    policy = build("sglang", max_prefill_tokens=100, assumed_new_tokens=8, release=release)
+    log = World(rows, 200).run_hybrid(policy).log
+    batches = [[(c.request_id, c.new_tokens, c.past_tokens) for c in step.chunks] for _, step in log]  # type: ignore[union-attr]
+    assert batches == [[(0, 60, 0)], [(1, 50, 0), (2, 30, 0)], [(3, 300, 0)], *[[]] * 7]
+    assert policy.name == "sglang"
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, blocks=st.integers(2, 90), most=st.integers(1, 500), release=st.sampled_from(["0.4.6", "0.5"]))
+def test_without_chunks_no_prompt_is_ever_cut(rows: list[tuple[int, int, int]], blocks: int, most: int, release: str) -> None:
+    world = World(rows, blocks).run_hybrid(build("sglang", max_prefill_tokens=most, assumed_new_tokens=64, release=release))
+    assert world.state.kv.free_blocks == blocks
+    for _, step in world.log:
+        assert isinstance(step, HybridStep)
+        assert not (step.chunks and step.decode)
+        assert all(c.past_tokens == 0 for c in step.chunks)
+        assert len(step.chunks) <= 1 or sum(c.new_tokens for c in step.chunks) <= most

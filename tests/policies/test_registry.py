@@ -13,7 +13,7 @@ from tests.policies.loops import build
 @pytest.mark.parametrize(("name", "kind"), [
     ("bullet-literal", "BulletLiteral"), ("bullet-partition", "BulletPartition"), ("bullet-scheduler", "BulletScheduler"),
     ("sglang-pdmux", "SglangPdmux"), ("static-2", "Static"), ("static-106", "Static"), ("naive", "Naive"),
-    ("sglang-1", "Sglang"), ("sglang-2048-mixed", "SglangMixed"), ("vllm-256", "Vllm")])
+    ("sglang-1", "Sglang"), ("sglang", "SglangWhole"), ("sglang-2048-mixed", "SglangMixed"), ("vllm-256", "Vllm")])
 def test_names_are_checked_before_anything_is_built(name: str, kind: str) -> None:
     check_name(name)
     if not needs_estimator(name):

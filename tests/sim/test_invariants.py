@@ -19,7 +19,7 @@ from bullet.state import HYBRID, Chunk, HybridStep, SplitTable, Step, SystemStat
 from tests.worlds import A100, config, run, run_with, workload
 
 POLICIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "static-54", "naive", "sglang-pdmux",
-            "sglang-512", "sglang-1024-mixed", "vllm-512")
+            "sglang", "sglang-512", "sglang-1024-mixed", "vllm-512")
 
 requests = st.lists(
     st.tuples(st.floats(0, 3), st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=25).map(
