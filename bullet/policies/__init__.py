@@ -46,6 +46,8 @@ POLICIES: dict[str, Entry] = {
     "bullet-scheduler": Entry("an ablation (Fig. 23): bullet's queue, both lanes on all SMs", True, "bullet:BulletScheduler"),
     "bullet-plus": Entry("ours: Algorithm 1 with other splits under KV pressure, stricter TPOT, a share for the overdue", True,
                          "plus:BulletPlus"),
+    "muxwise": Entry("Drift (MuxWise): best-fit splits of 16 SMs under worst contention, layers in step with decode", True,
+                     "muxwise:Muxwise"),
     "static-P": Entry("fixed split, prefill on P SMs, decode on the rest; free tails (MuxServe-like)", False, "static:Static"),
     "naive": Entry("prefill and decode both on all SMs, no scheduler (Fig. 23)", False, "static:Naive"),
     "sglang-N": Entry("SGLang 0.4.6 default: chunks of N tokens ahead of decodes", False, "chunked:Sglang"),

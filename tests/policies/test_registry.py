@@ -12,7 +12,7 @@ from tests.policies.loops import build
 
 @pytest.mark.parametrize(("name", "kind"), [
     ("bullet-literal", "BulletLiteral"), ("bullet-partition", "BulletPartition"), ("bullet-scheduler", "BulletScheduler"),
-    ("sglang-pdmux", "SglangPdmux"), ("static-2", "Static"), ("static-106", "Static"), ("naive", "Naive"),
+    ("sglang-pdmux", "SglangPdmux"), ("muxwise", "Muxwise"), ("static-2", "Static"), ("static-106", "Static"), ("naive", "Naive"),
     ("sglang-1", "Sglang"), ("sglang", "SglangWhole"), ("sglang-2048-mixed", "SglangMixed"), ("vllm-256", "Vllm")])
 def test_names_are_checked_before_anything_is_built(name: str, kind: str) -> None:
     check_name(name)
@@ -32,7 +32,7 @@ def test_one_line_a_family() -> None:
         assert text
         assert "\n" not in text
     assert {name for name, entry in POLICIES.items() if entry.estimator} == {
-        "bullet", "bullet-literal", "bullet-partition", "bullet-scheduler", "bullet-plus"}
+        "bullet", "bullet-literal", "bullet-partition", "bullet-scheduler", "bullet-plus", "muxwise"}
 
 
 WHOLE = """

@@ -18,7 +18,7 @@ from bullet.sim.run import simulate
 from bullet.state import HYBRID, Chunk, HybridStep, SplitTable, Step, SystemState, Wait
 from tests.worlds import A100, config, run, run_with, workload
 
-POLICIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "static-54", "naive", "sglang-pdmux",
+POLICIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "static-54", "naive", "sglang-pdmux", "muxwise",
             "sglang", "sglang-512", "sglang-1024-mixed", "vllm-512")
 
 requests = st.lists(

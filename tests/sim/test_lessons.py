@@ -29,7 +29,7 @@ from bullet.state import DECODE, PREFILL, DecodeStep, PrefillStep, Step, SystemS
 from tests.checks import finished, step_rows
 from tests.worlds import A100, FixedDevice, config, run, run_with, workload
 
-FAMILIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "naive", "sglang-pdmux", "sglang-512",
+FAMILIES = ("bullet", "bullet-literal", "bullet-plus", "static-96", "naive", "sglang-pdmux", "muxwise", "sglang-512",
             "sglang-512-mixed", "vllm-512")
 RNG = np.random.default_rng(2)
 # About the device's speed, so that lanes overlap and queues form.

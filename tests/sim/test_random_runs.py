@@ -19,7 +19,7 @@ from tests.worlds import A100, config, workload
 TINY = DeviceModel(get_model("tiny"), A100.gpu, A100.coefficients)  # 4 layers, context of 4,096 tokens
 CHUNKED = ["vllm-64", "vllm-512", "sglang-64", "sglang-512", "sglang-64-mixed", "sglang-512-mixed"]
 TWO_LANES = ["bullet", "bullet-literal", "bullet-partition", "bullet-scheduler", "static-96", "static-54", "naive",
-             "sglang-pdmux"]
+             "sglang-pdmux", "muxwise", "sglang"]
 
 # Requests that come together, in quick succession or after a pause; some far too large for a small cache or context.
 request = st.tuples(st.sampled_from([0.0, 0.0, 1e-4, 0.01, 1.0]),

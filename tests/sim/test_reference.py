@@ -64,6 +64,7 @@ def test_chunked(policy: str, trace: str, rate: float, kv_tokens: int, preempts:
     ("bullet", "sharegpt", 12.0, 24_000, {"device__publish_delay_s": 0.005}),
     ("bullet-literal", "azure-code", 5.0, 100_000, {}),
     ("sglang-pdmux", "azure-code", 5.0, 60_000, {}),
+    ("muxwise", "azure-code", 5.0, 60_000, {}),
     ("bullet-literal", "sharegpt", 12.0, 24_000, {"device__reconfigure_s": 0.001}),
     ("static-96", "sharegpt", 12.0, 24_000, {"device__reconfigure_s": 0.001}),
     ("naive", "azure-code", 5.0, 400_000, {}),
