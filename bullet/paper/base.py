@@ -90,6 +90,7 @@ class Runs:
 
     rows: Sequence[Mapping[str, Any]] = ()
     seeds: int = 1
+    requests: int = 0
 
     def where(self, **places: Any) -> list[Mapping[str, Any]]:
         """Rows at these places; two underscores in a name stand for a dot: ``policy__name`` is ``policy.name``."""

@@ -88,7 +88,8 @@ def make(runs: Runs) -> Drawn:
         canvas,
         rows,
         [*_orders(traces, systems, means), *_ratios(runs, traces, means)],
-        f"1,000 requests a run, {runs.seeds} seeds; bands: 95 % intervals. TTFT is cut where the paper's axes end. ShareGPT "
+        f"{runs.requests:,} requests a run, {runs.seeds} seeds; bands: 95 % intervals. TTFT is cut where the paper's axes "
+        f"end. ShareGPT "
         f"with prompts of "
         "8,192 tokens at most: in the sample as published a rare prompt of up to 241k decides a run, and the paper's figures "
         "show none "

@@ -50,5 +50,6 @@ def make(runs: Runs) -> Drawn:
         canvas,
         rows,
         checks,
-        f"Bars: medians, ticks: P90. 1,000 requests a run, means over {runs.seeds} seeds; prompts of 8,192 tokens at most.",
+        f"Bars: medians, ticks: P90. {runs.requests:,} requests a run, means over {runs.seeds} seeds; prompts of 8,192 tokens "
+        f"at most.",
     )

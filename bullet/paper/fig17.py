@@ -19,5 +19,5 @@ def make(runs: Runs) -> Drawn:
             Panel("Llama3.1-70B_8xA100(A800)_Azure-Code", "Azure-Code", {"workload__trace": "azure-code"}, CAUSE),
         ],
         "Fig. 17",
-        f"1,000 requests a run, {runs.seeds} seeds; a link of 20 GB/s, one way, as the paper states it.",
+        f"{runs.requests:,} requests a run, {runs.seeds} seeds; a link of 20 GB/s, one way, as the paper states it.",
     )

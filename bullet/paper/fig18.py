@@ -25,5 +25,6 @@ def make(runs: Runs) -> Drawn:
             ),
         ],
         "Fig. 18",
-        f"1,000 requests a run, {runs.seeds} seeds. 3P1D, which the paper has beside them, is a cluster: not in this figure.",
+        f"{runs.requests:,} requests a run, {runs.seeds} seeds. 3P1D, which the paper has beside them, is a cluster: not in "
+        f"this figure.",
     )

@@ -89,5 +89,5 @@ def make(runs: Runs) -> Drawn:
         canvas,
         rows,
         checks,
-        f"The timeline is one run (seed 0, 400 requests); ratios are means over {runs.seeds} seeds of 1,000.",
+        f"The timeline is one run (seed 0, 400 requests); ratios are means over {runs.seeds} seeds of {runs.requests:,}.",
     )

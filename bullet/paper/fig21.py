@@ -66,4 +66,4 @@ def make(runs: Runs) -> Drawn:
             unit=" x",
         ),
     ]
-    return Drawn(canvas, rows, checks, f"1,000 requests a run, means over {runs.seeds} seeds.")
+    return Drawn(canvas, rows, checks, f"{runs.requests:,} requests a run, means over {runs.seeds} seeds.")

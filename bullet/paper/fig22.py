@@ -92,7 +92,9 @@ def make(runs: Runs) -> Drawn:
             how="which of two",
         )
     )
-    return Drawn(canvas, rows, checks, f"1,000 requests a run, means over {runs.seeds} seeds; decode may use all 108 SMs.")
+    return Drawn(
+        canvas, rows, checks, f"{runs.requests:,} requests a run, means over {runs.seeds} seeds; decode may use all 108 SMs."
+    )
 
 
 def shares_of(system: str) -> tuple[float | None, ...]:

@@ -59,7 +59,10 @@ def make(runs: Runs) -> Drawn:
                 axes.set_ylim(0, 1.05 if "SLO" in label else None)
         checks += _checks(runs, trace, rates[-1])
     style.below(canvas, 3)
-    note = f"1,000 requests a run, {runs.seeds} seeds. The paper gives no rates for this figure: ours are near Bullet's capacity."
+    note = (
+        f"{runs.requests:,} requests a run, {runs.seeds} seeds. The paper gives no rates for this figure: ours are near Bullet's "
+        "capacity."
+    )
     return Drawn(canvas, rows, checks, note)
 
 

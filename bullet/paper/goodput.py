@@ -65,7 +65,7 @@ def make(runs: Runs) -> Drawn:
         axes.set_title(digitised.TRACES[trace])
     panels[0][0].set_ylabel("requests/s at attainment 0.9")
     note = (
-        f"4,000 requests a run, {runs.seeds} seeds, steady window; full bars ours, hatched the paper's. "
+        f"{runs.requests:,} requests a run, {runs.seeds} seeds, steady window; full bars ours, hatched the paper's. "
         "ShareGPT: prompts of 8,192 tokens at most."
     )
     return Drawn(canvas, rows, checks, note)

@@ -70,7 +70,7 @@ def runs_of(figure: Figure, pool: Pool, seeds: int, requests: int | None) -> Run
             "device.shared_prefill_share": config.device.shared_prefill_share,
         }
         rows.append({**place, **record["figures"], **cell.place})
-    return Runs(rows, seeds)
+    return Runs(rows, seeds, cells[0].config.workload.num_requests or 0)
 
 
 def write(folder: Path, figure: Figure, drawn: Drawn, dpi: int) -> None:
