@@ -136,21 +136,48 @@ def test_the_explaining_gap_is_the_one_put_in() -> None:
     assert abs(found["ttft_left_s"]) < 1e-4
 
 
-BLIS = ("exp,model,tp,workload,nominal_stage_rates_req_s,max_num_batched_tokens,gpu_mem_util,stage_index,ttft_mean_ms,"
+BLIS = ("exp,model,tp,dp,workload,nominal_stage_rates_req_s,max_num_batched_tokens,gpu_mem_util,stage_index,ttft_mean_ms,"
         "e2e_mean_ms\n"
-        "7-a,meta-llama/Llama-3.1-8B-Instruct,1,general,8;20,2048,0.9,-1,1,2\n"
-        "7-a,meta-llama/Llama-3.1-8B-Instruct,1,general,8;20,2048,0.9,1,30,2500\n"
-        "8-b,meta-llama/Llama-3.1-8B-Instruct,2,general,8;20,2048,0.9,1,30,2500\n")
+        "7-a,meta-llama/Llama-3.1-8B-Instruct,1,,general,8;20,2048,0.9,-1,1,2\n"
+        "7-a,meta-llama/Llama-3.1-8B-Instruct,1,,general,8;20,2048,0.9,1,30,2500\n"
+        "8-b,meta-llama/Llama-3.1-8B-Instruct,2,,general,8;20,2048,,1,30,2500\n"
+        "9-c,mistralai/Mixtral-8x7B-v0.1,2,1.0,reasoning,4,1024,0.9,0,70000,100000\n"
+        "10-d,mistralai/Mixtral-8x7B-v0.1,2,1.0,general,8;20,2048,0.9,0,60,5000\n"
+        "11-e,mistralai/Mixtral-8x7B-v0.1,2,2.0,general,8;20,2048,0.9,0,60,5000\n"
+        "12-f,some/other,1,,general,8;20,2048,0.9,0,60,5000\n"
+        "13-g,Qwen/Qwen3-14B,1,,general-lite,2;6,2048,0.9,0,60,5000\n")
 """Made up, in the form of the real file."""
 
 
 def test_unlicensed_runs_are_read_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "unlicensed").mkdir()
     (tmp_path / "unlicensed" / serving_points.UNLICENSED_FILE).write_text(BLIS)
-    (point,) = serving_points.unlicensed(tmp_path)
+    point, *others = serving_points.unlicensed(tmp_path)
     assert point.measured["tpot_mean"] == pytest.approx((2.5 - 0.03) / 247)
     assert (point.rate_req_per_s, point.prompt_tokens, point.distinct_prompts, point.licensed) == (20.0, 547, 45, False)
     assert run_config(point).policy.name == "vllm-2048"
+    # Not: two replicas, a model or a workload that is not known.
+    assert [p.name for p in others] == ["8 TP2 general 20 req/s", "9 mixtral-8x7b TP2 reasoning 4 req/s",
+                                        "10 mixtral-8x7b TP2 general 8 req/s"]
+    assert [serving_points.group_of(p) for p in [point, *others]] == [
+        "dense, one GPU", "dense, tensor parallel", "waiting for more than half of the latency", "mixture of experts"]
+    # What waits for 70 of 100 s is sent as long as it was: 1,200 s at 4 req/s; the others in a shorter run.
+    assert [p.requests for p in others] == [1240, 4800, 600]
+    # Mixtral in 16 bits: 46.7e9 x 2 / 2 bytes a GPU; 8 KV heads x 2 x 128 x 2 bytes x 32 layers / 2 = 64 KiB a token.
+    device, config = build_device(others[2]), run_config(others[2])
+    assert (device.tensor_parallel, device.model.num_experts) == (2, 8)
+    assert config.device.kv_tokens == pytest.approx((0.9 * 80 * 2**30 - 46.7e9 - 2 * 2**30) / 65536, rel=2e-3)
+
+
+def test_groups_sum_up_each_workload_apart() -> None:
+    """Two points of 100 ms, TTFT 10 ms short and 30 ms long, TPOT +1 and -3 %; of the other workload 20 ms short, exact."""
+    def row(ttft: float, tpot: float, group: str = "g") -> dict[str, object]:
+        return {"group": group, "measured_s": {"ttft_mean": 0.1}, "workloads": {
+            "a": {"error": {"ttft_mean": ttft, "tpot_mean": tpot}}, "b": {"error": {"ttft_mean": -0.2, "tpot_mean": 0.0}}}}
+
+    found = validate_serving.groups([row(-0.1, 0.01), row(0.3, -0.03), row(9.0, 9.0, "")])
+    assert found == {"g": {"a": pytest.approx({"points": 2, "ttft": 0.2, "tpot": 0.02, "ttft_lacks_s": -0.01}),
+                           "b": pytest.approx({"points": 2, "ttft": 0.2, "tpot": 0.0, "ttft_lacks_s": 0.02})}}
 
 
 def test_the_command_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,18 @@ MODELS: Mapping[str, ModelSpec] = types.MappingProxyType({m.name: m for m in (
 
 
 def get_model(name: str) -> ModelSpec:
-    """A built-in model by name, or a path to a ``config.json``."""
+    """A built-in model by name, one of :mod:`bullet.catalog.published` by its full name, or a path to a ``config.json``."""
     if name in MODELS:
         return MODELS[name]
     if name.endswith(".json"):
         from bullet.catalog.reader import read_config
 
         return read_config(name)
+    if "/" in name:
+        from bullet.catalog.published import PUBLISHED
+
+        if name in PUBLISHED:
+            return PUBLISHED[name]
     raise ConfigError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or give a path to a config.json")
 
 

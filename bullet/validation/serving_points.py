@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bullet import door
+from bullet.catalog.models import MODELS, get_model
+from bullet.catalog.published import PUBLISHED
 from bullet.devices import PROFILES
 from bullet.errors import ProfileError, short
 
@@ -36,6 +38,10 @@ TOKENS = {"general": (547, 248), "codegen": (566, 247), "roleplay": (750, 251), 
 """Prompt and output tokens of these runs' workloads, means, as their README and configuration give them."""
 DISTINCT = {"general": 45, "codegen": 44, "roleplay": 50, "reasoning": 23}
 """Different conversations of these workloads: system prompts x users of each, in the same authors' configurations."""
+
+
+STAGE_S, ALONE_S = 600.0, 1200.0
+"""Seconds that a load lasts, of several stages and alone, in the same configurations."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,11 @@ class Point:
     kv_share: float = 0.0
     distinct_prompts: int = 0
     licensed: bool = True
+    model: str = "llama-3.1-8b"
+    tensor_parallel: int = 1
+    whole: bool = False
+    """Requests waited for more than half of their latency: a queue that grows depends on how long it does, so that all of the
+    run are sent and counted. The client gives up after some minutes, and the measured means are of those that were answered."""
 
 
 def shipped() -> list[Point]:
@@ -112,7 +123,8 @@ def _number(where: str, column: str, text: str, needed: bool) -> float:
 
 
 def unlicensed(folder: Path) -> list[Point]:
-    """The Llama-3.1-8B runs on one H100 in a folder of the user's, one point a load stage."""
+    """The runs on H100s in a folder of the user's, one point a load stage: those whose workload and rate are told, of models of
+    16 bits without data parallelism. Of the others nothing is simulated."""
     places = [folder / UNLICENSED_FILE, folder / "unlicensed" / UNLICENSED_FILE]
     path = next((place for place in places if door.is_file(place, ProfileError)), None)
     if path is None:
@@ -120,20 +132,19 @@ def unlicensed(folder: Path) -> list[Point]:
     return list(_blis(path))
 
 
-_BLIS_COLUMNS = ("model", "tp", "stage_index", "workload", "nominal_stage_rates_req_s", "ttft_mean_ms", "e2e_mean_ms", "exp",
-                 "max_num_batched_tokens", "gpu_mem_util")
+_BLIS_COLUMNS = ("model", "tp", "dp", "stage_index", "workload", "nominal_stage_rates_req_s", "ttft_mean_ms", "e2e_mean_ms",
+                 "exp", "max_num_batched_tokens", "gpu_mem_util")
 
 
 def _blis(path: Path) -> Iterable[Point]:
     """Stage -1 sums up the others. TPOT = (latency - TTFT) / (output - 1), all of means."""
     found = 0
     for number, row in door.read_csv(path, _BLIS_COLUMNS, ProfileError):
-        if row["model"] != "meta-llama/Llama-3.1-8B-Instruct" or row["tp"] != "1" or row["stage_index"] == "-1":
+        where, workload = f"{path}:{number}", row["workload"]
+        if (row["stage_index"] == "-1" or row["model"] not in PUBLISHED or workload not in TOKENS
+                or not row["nominal_stage_rates_req_s"] or row["dp"] not in ("", "1", "1.0")):
             continue
         found += 1
-        where, workload = f"{path}:{number}", row["workload"]
-        if workload not in TOKENS:
-            raise ProfileError(f"{where}: workload {short(workload)}: known are {', '.join(TOKENS)}")
         prompt, output = TOKENS[workload]
         stages = dict(enumerate(row["nominal_stage_rates_req_s"].split(";")))
         stage = int(row["stage_index"]) if row["stage_index"].isdecimal() and len(row["stage_index"]) < 5 else -1
@@ -141,11 +152,27 @@ def _blis(path: Path) -> Iterable[Point]:
         ttft_s, latency_s = (_number(where, name, row[name], True) / 1e3 for name in ("ttft_mean_ms", "e2e_mean_ms"))
         if not ttft_s < latency_s:
             raise ProfileError(f"{where}: ttft_mean_ms = {row['ttft_mean_ms']}: must be less than e2e_mean_ms")
-        budget, kv_share = (_number(where, name, row[name], True) for name in ("max_num_batched_tokens", "gpu_mem_util"))
-        yield Point(f"{row['exp'].split('-')[0]} {workload} {rate:g} req/s", "constant", "vLLM 0.15.1", "h100",
+        budget = _number(where, "max_num_batched_tokens", row["max_num_batched_tokens"], True)
+        kv_share = _number(where, "gpu_mem_util", row["gpu_mem_util"], True) if row["gpu_mem_util"] else 0.0
+        model, tp = PUBLISHED[row["model"]], int(_number(where, "tp", row["tp"], True))
+        waiting = ttft_s > latency_s / 2
+        name = "" if model.name == "llama-3.1-8b" else f"{model.name} "
+        if tp > 1:
+            name += f"TP{tp} "
+        requests = round((STAGE_S if len(stages) > 1 else ALONE_S) * rate) if waiting else max(600, round(0.25 * rate * output))
+        yield Point(f"{row['exp'].split('-')[0]} {name}{workload} {rate:g} req/s", "constant", "vLLM 0.15.1", "h100",
                     UNLICENSED_SOURCE, {"ttft_mean": ttft_s, "tpot_mean": (latency_s - ttft_s) / (output - 1),
                                         "latency_mean": latency_s},
-                    rate, max(600, round(0.25 * rate * output)), 0, prompt, output, int(budget), kv_share, DISTINCT[workload],
-                    licensed=False)
+                    rate, requests, 0, prompt, output, int(budget), kv_share, DISTINCT[workload], False,
+                    model.name if model.name in MODELS else row["model"], tp, waiting)
     if not found:
-        raise ProfileError(f"{path}: has no run of Llama-3.1-8B-Instruct on one GPU")
+        raise ProfileError(f"{path}: has no run of a known model and workload with its rate")
+
+
+def group_of(point: Point) -> str:
+    """What the errors of a point that is not shipped are summed up with."""
+    if point.whole:
+        return "waiting for more than half of the latency"
+    if get_model(point.model).num_experts:
+        return "mixture of experts"
+    return "dense, one GPU" if point.tensor_parallel == 1 else "dense, tensor parallel"
