@@ -28,7 +28,8 @@ def made_up() -> list[Entry]:
     def bad(progress: Callable[[int], None], folder: Path) -> list[Row]:
         raise ProfileError("its data are gone")
 
-    return [Entry("card", 2, good), Entry("a/b", 1, bad)]
+    absent = Entry("theirs", 0, bad, "no licence: bring theirs.csv with --data DIR")
+    return [Entry("card", 2, good), Entry("a/b", 1, bad), absent]
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_one_table_and_one_page(few: None, tmp_path: Path, capsys: pytest.Captur
     assert lines[0].split("  ")[0] == "run"
     assert lines[2].split() == ["card", "TTFT", "<mean>", "2,000", "1,500", "-25.0", "host", "time", "0"]
     assert lines[3].split() == ["card", "15", "statistics", "+0.4", "nothing"]
-    assert lines[4] == "skipped: a/b: its data are gone"
+    assert lines[4:6] == ["skipped: a/b: its data are gone", "skipped: theirs: no licence: bring theirs.csv with --data DIR"]
     with open(out / "validate.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["what"], row["measured_s"], row["error"]) for row in rows] == [
@@ -56,12 +57,28 @@ def test_one_table_and_one_page(few: None, tmp_path: Path, capsys: pytest.Captur
     assert "TTFT &lt;mean&gt;" in text
     assert text.count("data:image/png;base64,") == 1
     assert "Skipped: a/b: its data are gone" in text
+    assert "Skipped: theirs: no licence" in text
 
 
 def test_what_is_at_hand_is_in_it() -> None:
     names = [entry.name for entry in everything.entries(2)]
-    assert names == [*sorted(shipped()), "serving"]
+    assert names == [*sorted(shipped()), "serving", "serving, not shipped"]
     assert {"rtx4090", "rtxpro6000"} <= set(names)
+    assert [entry.name for entry in everything.entries(2) if entry.missing] == ["serving, not shipped"]
+
+
+def test_a_group_is_one_line_with_its_median_and_its_largest_error() -> None:
+    rows = [
+        Row("card", "TTFT mean", 0.040, 0.030, -0.25, "host time 0"),
+        *(Row("card", f"{n} req/s", 2.0, 2.0 * (1 + error), error, "host time 0", "engine ttft")
+          for n, error in ((1, 0.10), (2, -0.30), (4, -0.02))),
+        Row("card", "8 req/s", 2.0, 2.0, 0.0, "host time 1 ms", "engine ttft"),
+    ]
+    assert everything.summary(rows) == [
+        ["card", "TTFT mean", "1", "40", "30", "-25.0", "", "host time 0"],
+        ["card", "engine ttft", "3", "", "", "-2.0", "-30.0", "host time 0"],
+        ["card", "engine ttft", "1", "2,000", "2,000", "+0.0", "", "host time 1 ms"],
+    ]
 
 
 def test_a_recorded_run_s_rows_are_its_own_figures(tmp_path: Path) -> None:

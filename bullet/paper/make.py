@@ -12,9 +12,10 @@ from bullet.errors import BulletError, ConfigError
 from bullet.files import write_text
 from bullet.paper import base, style
 from bullet.paper.base import Drawn, Figure, Runs
+from bullet.results.tables import csv_text
 from bullet.sweeps.cache import key_of
 from bullet.sweeps.pool import Pool
-from bullet.sweeps.sweep import checked, csv_text
+from bullet.sweeps.sweep import checked
 
 SEEDS = 5
 FIDELITY = "fidelity"

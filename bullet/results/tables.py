@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +206,17 @@ def grid(names: Sequence[str], columns: Sequence[tuple[str, str, Sequence[str]]]
     return "\n\n".join(text)
 
 
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Lines of CSV; ``None`` is an empty cell."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows([["" if cell is None else cell for cell in row] for row in rows])
+    return out.getvalue()
+
+
 def write_comparison(folder: Path, summaries: Sequence[Mapping[str, Any]]) -> None:
     """``comparison.json`` and ``comparison.csv``: every figure of every system; nested ones are in the JSON alone."""
     write_json(folder / "comparison.json", summaries)
     keys = [k for k, v in summaries[0].items() if not isinstance(v, dict)]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(keys)
-    writer.writerows([["" if s.get(k) is None else s[k] for k in keys] for s in summaries])
-    write_text(folder / "comparison.csv", out.getvalue())
+    write_text(folder / "comparison.csv", csv_text(keys, ([s.get(k) for k in keys] for s in summaries)))

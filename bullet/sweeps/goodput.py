@@ -17,13 +17,14 @@ from bullet.config import Config, RunConfig, configuration
 from bullet.errors import BulletError, ConfigError, require
 from bullet.files import Claim, write_json, write_text
 from bullet.results import metrics
+from bullet.results.tables import csv_text
 from bullet.signals import Say, silent
 from bullet.sweeps.axes import Cell, with_values
 from bullet.sweeps.bound import estimated_capacity
 from bullet.sweeps.cache import Cache, key_of
 from bullet.sweeps.intervals import Estimate, interval, paired
 from bullet.sweeps.pool import Pool, Progress
-from bullet.sweeps.sweep import POLICY, RATE, SEED, checked, csv_text, make_pool
+from bullet.sweeps.sweep import POLICY, RATE, SEED, checked, make_pool
 
 SEEDS = 4
 TIME_SCALE, RATE_SCALE = "workload.time_scale", "workload.rate_scale"

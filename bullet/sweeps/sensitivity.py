@@ -23,12 +23,13 @@ from bullet.errors import BulletError, ConfigError, require
 from bullet.files import Claim, write_json, write_text
 from bullet.results import plots
 from bullet.results.page import drawn
+from bullet.results.tables import csv_text
 from bullet.signals import Say, silent
 from bullet.sweeps.axes import Cell, with_values
 from bullet.sweeps.cache import Cache, key_of
 from bullet.sweeps.intervals import Estimate, paired
 from bullet.sweeps.pool import Pool, Progress
-from bullet.sweeps.sweep import checked, csv_text, make_pool
+from bullet.sweeps.sweep import checked, make_pool
 
 FIGURE = "slo_attainment_mean_length"
 SEEDS, TOGETHER, HALVINGS = 4, 8, 5

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +20,7 @@ from bullet.parquet import write_table
 from bullet.policies.sharing import share_options
 from bullet.results import plots
 from bullet.results.page import drawn
+from bullet.results.tables import csv_text
 from bullet.signals import Say, silent
 from bullet.sweeps import axes as axes_of
 from bullet.sweeps.axes import Axes, Cell
@@ -192,15 +191,6 @@ class Sweep:
 
     def rows_places(self) -> list[dict[str, Any]]:
         return [{key: row[key] for key in self.axes} for row in self.rows]
-
-
-def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Lines of CSV; ``None`` is an empty cell."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows([["" if cell is None else cell for cell in row] for row in rows])
-    return out.getvalue()
 
 
 def checked(cells: Sequence[Cell]) -> list[Cell]:

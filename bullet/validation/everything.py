@@ -2,8 +2,13 @@
 page.
 
 A recorded run gives the means of TTFT, TPOT and latency and its 15 statistics in sum, on kernel tables alone and in full
-(what that assumes stands beside); a serving point the metrics that it was measured by. Each entry is a name, what it needs,
-and a function that gives its rows; :func:`entries` has them all."""
+(what that assumes stands beside); a serving point the metrics that it was measured by.
+
+To add a validation, add an :class:`Entry` in :func:`entries`: a name, how many simulations it runs, and a function that gets
+``progress`` (called with the number of simulations just done) and a folder of its own, writes ``validate.png`` there if it has a
+picture, and returns :class:`Row` s. Rows with the same ``run`` and ``group`` are one line of docs/validation.md
+(:func:`summary`). An entry whose data are not at hand says in ``missing`` what they are and how to bring them: it is listed as
+skipped, and nothing fails."""
 
 from __future__ import annotations
 
@@ -12,21 +17,26 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from bullet.errors import BulletError
 from bullet.files import write_text
 from bullet.results.page import html_table
-from bullet.sweeps.sweep import csv_text
+from bullet.results.tables import csv_text
 from bullet.validation import comparison, recorded, serving, serving_points
 from bullet.validation.calibration import LEFT_OUT
 
+ASSUMED = {"static": "", "sharegpt": "; lengths drawn", "constant": "; equal lengths"}
+"""Kind of point -> what its requests assume."""
 MEANS = ("ttft_mean", "tpot_mean", "latency_mean")
 HEAD = ("run", "what", "measured, ms", "simulated, ms", "error, %", "assumed")
+SUMMARY_HEAD = ("run", "what", "points", "measured, ms", "simulated, ms", "error, % (median)", "largest", "assumed")
 
 
 class Row(NamedTuple):
-    """One line. Seconds; ``measured_s`` and ``simulated_s`` are ``None`` where the line sums errors up; ``error`` relative."""
+    """One line. Seconds; ``measured_s`` and ``simulated_s`` are ``None`` where the line sums errors up; ``error`` relative.
+    ``group``: what it is summed up under, by default ``what``."""
 
     run: str
     what: str
@@ -34,22 +44,34 @@ class Row(NamedTuple):
     simulated_s: float | None
     error: float
     assumed: str
+    group: str = ""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """``runs``: how often :meth:`make` reports progress; it writes its picture to the path that it is given."""
+    """``runs``: the sum of what :meth:`make` reports as progress; it writes its picture into the folder that it is given.
+    ``missing``: data that are not at hand, and how to bring them; then it is not made."""
 
     name: str
     runs: int
     make: Callable[[Callable[[int], None], Path], list[Row]]
+    missing: str = ""
 
 
 def entries(jitters: int, data: Path | None = None) -> list[Entry]:
     """Recorded runs first, in the order of their names; ``data``: a folder with serving points that cannot be shipped."""
     found = [Entry(target, comparison.runs_of(jitters, ()), _recorded(target, jitters)) for target in sorted(recorded.shipped())]
-    points = serving_points.shipped() + ([] if data is None else serving_points.unlicensed(data))
-    return [*found, Entry("serving", serving.runs_of(points), _serving(points))]
+    points = serving_points.shipped()
+    found.append(serving_entry("serving", points))
+    others = [] if data is None else serving_points.unlicensed(data)
+    missing = "" if others else (f"{serving_points.UNLICENSED_SOURCE}: bring {serving_points.UNLICENSED_FILE} in a folder, and "
+                                 "name it with --data DIR")
+    return [*found, serving_entry("serving, not shipped", others, missing)]
+
+
+def serving_entry(name: str, points: Sequence[serving_points.Point], missing: str = "") -> Entry:
+    """An entry of serving points."""
+    return Entry(name, serving.runs_of(points), _serving(points), missing)
 
 
 def _recorded(target: str, jitters: int) -> Callable[[Callable[[int], None], Path], list[Row]]:
@@ -78,9 +100,11 @@ def _serving(points: Sequence[serving_points.Point]) -> Callable[[Callable[[int]
         rows = []
         for point in v["points"]:
             found: Mapping[str, Any] = next(iter(point["workloads"].values()))
-            assumed = "host time 0; fitted device" + ("" if point["kind"] == "static" else "; lengths drawn")
+            assumed = f"host time 0; fitted device{ASSUMED[point['kind']]}"
             gpu, name, simulated, error = (f"serving, {point['gpu']}", point["point"], found["simulated_s"], found["error"])
-            rows += [Row(gpu, f"{name} {metric}", measured_s, simulated[metric], error[metric], assumed)
+            other = v["engines"][point["engine"]]["reported_only"]
+            rows += [Row(gpu, f"{name} {metric}", measured_s, simulated[metric], error[metric],
+                         f"{assumed}; not judged: {other[metric]}" if metric in other else assumed, f"{point['engine']} {metric}")
                      for metric, measured_s in point["measured_s"].items()]
         return rows
 
@@ -97,11 +121,14 @@ class Found:
 
 
 def validate(wanted: Sequence[Entry], folder: Path, progress: Callable[[int], None]) -> Found:
-    """All of them; one whose data are not sound is skipped, and said."""
+    """All of them; one whose data are not at hand or not sound is skipped, and said."""
     rows: dict[str, list[Row]] = {}
     skipped: dict[str, str] = {}
     pictures: dict[str, Path] = {}
     for entry in wanted:
+        if entry.missing:
+            skipped[entry.name] = entry.missing
+            continue
         own = folder / entry.name.replace("/", "-")
         own.mkdir()
         try:
@@ -114,10 +141,13 @@ def validate(wanted: Sequence[Entry], folder: Path, progress: Callable[[int], No
     return Found(rows, skipped, pictures)
 
 
+def _ms(value_s: float | None) -> str:
+    return "" if value_s is None else f"{value_s * 1e3:,.4g}" if value_s < 1 else f"{value_s * 1e3:,.0f}"
+
+
 def cells(row: Row) -> list[str]:
     """A row as text."""
-    return [row.run, row.what, *("" if value is None else f"{value * 1e3:,.4g}" if value < 1 else f"{value * 1e3:,.0f}"
-                                 for value in (row.measured_s, row.simulated_s)), f"{100 * row.error:+.1f}", row.assumed]
+    return [row.run, row.what, _ms(row.measured_s), _ms(row.simulated_s), f"{100 * row.error:+.1f}", row.assumed]
 
 
 def table(found: Found) -> str:
@@ -131,10 +161,25 @@ def table(found: Found) -> str:
     return "\n".join([*lines, *(f"skipped: {name}: {why}" for name, why in found.skipped.items())]) + "\n"
 
 
+def summary(rows: Sequence[Row]) -> list[list[str]]:
+    """One line a group, under :data:`SUMMARY_HEAD`: of several points the median error and the largest, both with their sign."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.run, row.group or row.what, row.assumed), []).append(row)
+    lines = []
+    for (run, what, assumed), of in groups.items():
+        errors = [row.error for row in of]
+        times = [_ms(of[0].measured_s), _ms(of[0].simulated_s)] if len(of) == 1 else ["", ""]
+        largest = f"{100 * max(errors, key=abs):+.1f}" if len(of) > 1 else ""
+        lines.append([run, what, str(len(of)), *times, f"{100 * median(errors):+.1f}", largest, assumed])
+    return lines
+
+
 def markdown(found: Found) -> str:
-    """The same table for a page."""
-    body = [cells(row) for rows in found.rows.values() for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [HEAD, ["---"] * len(HEAD), *body]) + "\n"
+    """:func:`summary` of all, for a page; below it what was skipped."""
+    body = [line for rows in found.rows.values() for line in summary(rows)]
+    table = ["| " + " | ".join(line) + " |" for line in [SUMMARY_HEAD, ["---"] * len(SUMMARY_HEAD), *body]]
+    return "\n".join([*table, *(f"\nskipped: {name}: {why}" for name, why in found.skipped.items())]) + "\n"
 
 
 def page(found: Found) -> str:
