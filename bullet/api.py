@@ -193,7 +193,7 @@ def _compare(config: Config, policies: str | Sequence[str], out: str | Path | No
     configs, workload, device = prepare([
         dataclasses.replace(base, policy=dataclasses.replace(base.policy, name=name)) for name in policies],
         read.append)
-    limit = None if bound is False else _limit(configs[0], workload, device)
+    limit = None if bound is False else _limit(next((c for c in configs if c.layout), configs[0]), workload, device)
     if out is None:
         return [_simulate(one, workload, device, None, watch) for one in configs], limit
     with Claim(Path(out), resumes=COMPARING) as claim:
@@ -393,7 +393,7 @@ def prepare(configs: Sequence[RunConfig],
 
         shares = any(shares_blocks(config, workload, device) for config in configs)
         say("\n".join(run_lines(workload, configs[0].workload, shares_prefixes=shares,
-                                load=load_share(configs[0], workload, device))) + "\n")
+                                load=load_share(next((c for c in configs if c.layout), configs[0]), workload, device))) + "\n")
     return list(configs), workload, device
 
 

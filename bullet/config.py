@@ -20,6 +20,7 @@ from typing import Any
 
 from bullet import door
 from bullet.errors import ConfigError, require, short
+from bullet.layout import ClusterConfig, split_layout
 from bullet.units import GIB, MILLI
 
 _T = typing.TypeVar("_T")
@@ -300,9 +301,22 @@ class RunConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     seed: int = 0
     debug: bool = False
+    cluster: ClusterConfig = field(default_factory=ClusterConfig, metadata={"silent": True})
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
+
+    @property
+    def layout(self) -> str | None:
+        """Of the cluster; ``None``: one device."""
+        return split_layout(self.policy.name)[1] or self.cluster.layout
+
+    @property
+    def system(self) -> str:
+        """The policy's name, with the layout it stands in."""
+        name, own = split_layout(self.policy.name)
+        layout = own or self.cluster.layout
+        return name if layout is None else f"{name}@{layout}"
 
 
 NONE = "none"
@@ -432,7 +446,8 @@ def to_toml(config: Any) -> str:
         nested: list[tuple[str, Any]] = []
         if dataclasses.is_dataclass(node):
             items = {f.name: NONE if getattr(node, f.name) is None and f.default is not None else getattr(node, f.name)
-                     for f in dataclasses.fields(node)}
+                     for f in dataclasses.fields(node)
+                     if not (f.metadata.get("silent") and getattr(node, f.name) == type(getattr(node, f.name))())}
         else:
             items = dict(node)
         for name, value in items.items():

@@ -143,8 +143,8 @@ FLAGS = {"trace": "workload.trace", "arrivals": "workload.arrivals", "rate": "wo
          "think_time": "workload.think_time_s", "think": "workload.think", "ttft": "slo.ttft_s", "tpot": "slo.tpot_s",
          "ttft_per_token": "slo.ttft_s_per_token",
          "model": "device.model", "gpu": "device.gpu", "kv_dtype": "device.kv_dtype", "max_model_len": "device.max_model_len",
-         "device_model": "device.timing", "estimator": "policy.estimator",
-         "seed": "seed", "policy": "policy.name"}
+         "cluster": "cluster.layout", "router": "cluster.router", "device_model": "device.timing",
+         "estimator": "policy.estimator", "seed": "seed", "policy": "policy.name"}
 
 
 def build_config(args: argparse.Namespace, base: Mapping[str, Any] | None = None) -> RunConfig:

@@ -42,6 +42,8 @@ EXAMPLES = """examples:
       a trace of your own (columns arrival_s, prompt_tokens, output_tokens), twice as fast as recorded
   bullet-sim run --policy mine.py:Mine --set policy.options.knob=3 --set device.kv_tokens=200000
       a scheduler of your own; any key of the configuration by --set
+  bullet-sim compare --policies bullet@4,vllm-2048@4,vllm-2048@3p1d --rate 20
+      multiplex or disaggregate: four replicas, or three that prefill for one that decodes
   bullet-sim compare --policies bullet,bullet-literal,vllm-1024 --set policy.options.decode_floor=0.2
       an option goes to the policies that have it
   bullet-sim sweep --policies bullet,vllm-1024 --rates 2:8:0.5 --seeds 8
@@ -95,6 +97,11 @@ def _simulation_arguments(parser: argparse.ArgumentParser, *, sweeps: bool = Fal
                         "tables, interpolated, for one-lane policies where the GPU's profile has them; DIR: what "
                         "bullet-profile fit --out DIR made of a sweep of your own")
     device.add_argument("--estimator", choices=("srm", "srm-blind", "oracle"), help="what bullet asks (default srm)")
+    many = group_of(parser, "several devices")
+    many.add_argument("--cluster", metavar="N|xPyD", help="4: replicas behind a router; 3p1d: devices that prefill, devices that "
+                      "decode; a policy's name may say its own: bullet@4,vllm-1024@3p1d (docs/cluster.md)")
+    many.add_argument("--router", choices=("round-robin", "least-loaded", "shortest-queue", "prefix-aware"), help="which device "
+                      "a request goes to (default round-robin)")
     rest = group_of(parser, "everything else")
     rest.add_argument("--config", metavar="FILE.toml", help="a configuration; flags and --set override it")
     rest.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="sets",

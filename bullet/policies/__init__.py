@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from bullet.errors import ConfigError, short
+from bullet.layout import layout_of, split_layout
 from bullet.policies import custom
 from bullet.policies.base import Policy, PolicyContext
 from bullet.policies.custom import is_custom
@@ -90,6 +91,9 @@ def describe() -> list[tuple[str, str]]:
 
 def check_name(name: str) -> None:
     """Refuse an unknown name early, before anything is built."""
+    name, layout = split_layout(name)
+    if layout is not None:
+        layout_of(layout)
     if is_custom(name):
         custom.load(name)
     else:
@@ -98,6 +102,7 @@ def check_name(name: str) -> None:
 
 def needs_estimator(name: str) -> bool:
     """Whether the policy asks predictions; a user's own always may."""
+    name = split_layout(name)[0]
     return is_custom(name) or _find(name)[0].estimator
 
 

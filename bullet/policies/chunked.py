@@ -142,7 +142,7 @@ class Sglang:
             missing = count - len(known)  # more at once than are remembered: as the others, on average
             ended = left[max(0, self.retracted - missing):]
             self.ended += ended
-            if missing > self.retracted:
+            if missing > self.retracted and ended:  # none of these: many joined at once, landed from another device
                 self.ended += [sum(ended) / len(ended)] * (missing - self.retracted)
         self.version, self.retracted = decode.version, 0
 

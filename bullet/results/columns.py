@@ -137,6 +137,8 @@ class RunOutcome:
     tpot_slo_s: float
     device: dict[str, Any] = field(default_factory=dict)
     source: str = "simulated"
+    ways: dict[str, NDArray[Any]] | None = None
+    """Of a cluster: each request's way (docs/cluster.md)."""
 
 
 class Rows(NamedTuple):

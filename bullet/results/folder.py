@@ -297,6 +297,8 @@ class RunWriter:
             self.metadata["device_source"] = str(outcome.device["source"])
         with signals.held():
             self._merge()
+            if outcome.ways is not None:
+                _write_ways(self.folder / WAYS, outcome.ways, self.metadata)
             write_json(self.folder / "timing.json", timing)
             write_json(self.folder / "summary.json", {"complete": True, **summary})
             self._end()
@@ -313,6 +315,27 @@ class RunWriter:
         self._say_incomplete(why, counts)
         self._end()
         return counts
+
+
+WAYS = "ways.parquet"
+"""Of a cluster's run: each request's way, a row a request by its id (docs/cluster.md)."""
+
+
+def _write_ways(path: Path, ways: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    import pyarrow as pa
+
+    table = pa.table({name: pa.array(column) for name, column in ways.items()})
+    parquet.write_tables(path, iter([table.replace_schema_metadata(dict(metadata))]), write_statistics=False,
+                         use_dictionary=False)
+
+
+def read_ways(folder: Path) -> dict[str, NDArray[Any]] | None:
+    """The ways of a cluster's run, columns by name; ``None`` of one device."""
+    path = folder / WAYS
+    if not door.is_file(path, ResultsError):
+        return None
+    table, _ = parquet.read_table(path, error=ResultsError)
+    return {name: table.column(name).to_numpy() for name in table.column_names}
 
 
 def _stem(cls: type[Table]) -> str:

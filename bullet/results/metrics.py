@@ -202,6 +202,7 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
             "prefix_hit_rate", "host_time", "parameters", "weight_bytes", "kv_bytes_per_token", "window_kv_bytes_per_token",
             "window_tokens", "model_notes")},
     }
+    summary |= outcome.device.get("cluster", {})
     if load.arrivals == "closed":
         summary |= {"max_concurrency": load.concurrency, "think_time_s": load.think_time_s, "think": load.think}
     if warmup is not None:

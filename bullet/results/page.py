@@ -12,9 +12,10 @@ from bullet.config import trace_name
 from bullet.errors import one_line
 from bullet.files import write_text
 from bullet.results.columns import RequestTable, Rows, RunOutcome
+from bullet.results.folder import read_ways
 from bullet.results.plots import plot_cdfs, plot_comparison, plot_sm_share, save
 from bullet.results.tables import cell_text, columns_of, headline, label, notes_on
-from bullet.results.timeline import write_perfetto
+from bullet.results.timeline import way_events, write_perfetto
 from bullet.signals import warn
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -82,7 +83,9 @@ def write_run_report(folder: Path, outcome: RunOutcome | Rows, summary: Mapping[
     cdf, share = folder / "plots" / "latency_cdf.png", folder / "plots" / "sm_share.png"
     save(plot_cdfs([outcome.requests], [summary]), cdf)
     save(plot_sm_share(outcome.steps, summary), share)
-    write_perfetto(outcome.steps, f"{str(summary['gpu']).upper()} ({summary['source']})", folder / "trace.json")
+    ways = read_ways(folder)
+    write_perfetto(outcome.steps, f"{str(summary['gpu']).upper()} ({summary['source']})", folder / "trace.json",
+                   () if ways is None else way_events(outcome.requests.data, ways))
     write_html(folder / "report.html", f"{label(summary)} on {trace_name(str(summary['trace']))}", [summary],
                [("TTFT and TPOT", cdf), ("SMs over time", share)], config_toml)
 

@@ -19,6 +19,7 @@ from bullet.files import cannot_write, whole_file
 from bullet.results import metrics
 from bullet.results.columns import RequestTable, StepTable
 from bullet.results.tables import headline, label
+from bullet.results.timeline import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,13 +195,19 @@ def plot_sm_share(steps: StepTable, summary: Mapping[str, Any], window_s: float 
         low = max(first, min(middle - window_s / 2, last - window_s))
         high = min(last, low + window_s)
         shares, peaks, near = np.zeros((len(_KINDS), len(edges) - 1)), _QueuePeaks(edges), []
-        for batch in steps.batches("start_s", "end_s", "sms", "prefill_tokens", "decode_seqs", "queue"):
+        shown = None  # of a cluster the right part is one device
+        for batch in steps.batches("start_s", "end_s", "sms", "prefill_tokens", "decode_seqs", "queue", *(
+                ["lane"] if "layout" in summary else [])):
             kind = _kind(batch)
             present += [i for i in range(len(_KINDS)) if i not in present and (kind == i).any()]
             for i in present:
                 shares[i] += _mean_sms(batch, kind == i, edges)
             peaks.add(batch["start_s"], batch["queue"])
             inside = (batch["end_s"] > low) & (batch["start_s"] < high)
+            if "lane" in batch:
+                device = np.array([device_of(lane) for lane in batch["lane"].tolist()], dtype=object)
+                shown = device[0] if shown is None and len(device) else shown
+                inside &= device == shown
             near.append({"kind": kind[inside], **{name: batch[name][inside] for name in ("start_s", "end_s", "sms", "queue")}})
         present.sort()
         base = np.zeros(len(edges) - 1)
@@ -226,7 +233,7 @@ def plot_sm_share(steps: StepTable, summary: Mapping[str, Any], window_s: float 
         whole.axvspan(low, high, ymin=1.005, ymax=1.025, color="black", linewidth=0, clip_on=False)
         bin_ms = 1e3 * (edges[1] - edges[0])
         whole.set_title(f"whole run, mean of each {bin_ms:.0f} ms (black mark: the right part)", fontsize=8.5, pad=8)
-        zoom.set_title(f"{high - low:.3g} s from its middle, step by step", fontsize=8.5)
+        zoom.set_title(f"{high - low:.3g} s from its middle, step by step" + (f": {shown}" if shown else ""), fontsize=8.5)
     whole.set_ylim(0, num_sms)
     whole_queue.set_ylim(bottom=0)
     tidy(whole, "", f"SMs held (of {num_sms}):\nprefill from below, decode from above")

@@ -31,13 +31,16 @@ def waits(requests: RequestTable, steps: StepTable) -> dict[str, Array]:
 
     ``queued_s``: arrival to first admission, which is ``behind_prefills_s`` (another's prompt was being computed) and
     ``held_back_s`` (none was: no KV blocks were free, or decodes had the device to themselves); ``prefill_s``: admission to first
-    token; ``decode_s``: first token to last, preemptions included.
+    token; ``decode_s``: first token to last, preemptions included. Of several devices the two parts of ``queued_s`` are NaN:
+    whose prompts a request waited for is not taken apart there.
     """
     arrival, admitted = requests["arrival_s"], requests["admitted_s"]
     queued = admitted - arrival
     known = np.isfinite(admitted)
     behind = np.full(len(arrival), np.nan)
     behind[known] = np.clip(busy_until(steps, admitted[known]) - busy_until(steps, arrival[known]), 0.0, queued[known])
+    if any(" " in lane for lane in set(steps.data.get("lane", np.array([])).tolist())):
+        behind[:] = np.nan
     held = np.where(queued - behind < ROUNDING_S, 0.0 * queued, queued - behind)
     return {"queued_s": queued, "behind_prefills_s": behind, "held_back_s": held,
             "prefill_s": requests["first_token_s"] - admitted, "decode_s": requests["finish_s"] - requests["first_token_s"]}

@@ -74,6 +74,8 @@ def real_config(config: RunConfig) -> RunConfig:
     """A simulation's configuration for a real run: delays, host time and noise are zero, since here they happen by themselves."""
     if config.device.tensor_parallel != 1:
         raise ConfigError(f"device.tensor_parallel = {config.device.tensor_parallel}: the engine runs on one device")
+    if config.layout is not None:
+        raise ConfigError(f"cluster.layout = {config.layout!r}: the engine runs on one device")
     if config.device.kv_dtype == "fp8":
         raise ConfigError("device.kv_dtype = 'fp8': the engine keeps KV in the width of its activations")
     return dataclasses.replace(config, device=dataclasses.replace(

@@ -14,9 +14,9 @@ from bullet.state import DECODE, HYBRID, PREFILL, DecodeStep, HybridStep, Partit
 class Noise:
     """Log-normal factors, keyed by lane and step index: drawn in order from the lane's own stream."""
 
-    def __init__(self, std: float, seed: int, lane: str) -> None:
+    def __init__(self, std: float, seed: int, lane: str, replica: int = 0) -> None:
         self.std = std
-        self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0, crc32(f"noise:{lane}".encode())]))
+        self.rng = np.random.default_rng(np.random.SeedSequence([seed, replica, crc32(f"noise:{lane}".encode())]))
         self.drawn: list[float] = []
 
     def next(self) -> float:

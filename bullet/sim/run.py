@@ -16,7 +16,7 @@ from bullet.policies import build_policy, is_custom
 from bullet.policies.base import Policy
 from bullet.results.bookkeeping import Recorder
 from bullet.results.columns import RunOutcome
-from bullet.results.sink import ListSink
+from bullet.results.sink import ListSink, RowSink
 from bullet.sim.driver import Simulation
 from bullet.sim.paged import PagedSimulation
 from bullet.state import SplitTable, kv_cache_of
@@ -71,24 +71,17 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     if device is None:
         device = load_device(config.device)
     config = resolved(config, workload, device)
-    kv_tokens = config.device.kv_tokens
-    assert kv_tokens is not None
-    if kv_tokens < KV_BLOCK_TOKENS:
-        raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
-    splits = SplitTable.every(device.num_sms, config.device.partition_step_sms)
-    if policy is None:
-        policy = build_policy(config, served_model(config.device), get_gpu(config.device.gpu), splits, device,
-                              prefix_cache=wants_prefix_cache(config, workload, device))
-    kind = Simulation if getattr(policy, "paging", None) is None else PagedSimulation
-    kv = kv_cache_of(device.model, kv_tokens)
-    sharing = wants_prefix_cache(config, workload, device) and shares_prefixes(policy, config)
-    if sharing and kind is Simulation:
-        check_prefixes(workload.shared_prefix or {}, workload.prompt_tokens, workload.name)
-        kv = SharingKvCache(kv.total_blocks, workload.shared_prefix)
     sink: Any = writer if writer is not None else ListSink()
+    if config.layout is None:
+        run: Any = simulation(config, workload, device, sink, policy=policy, progress=progress, record=record)
+    else:
+        from bullet.sim.cluster import cluster_of
+
+        if policy is not None or record is not None:
+            raise ConfigError(f"cluster.layout = {config.layout!r}: a policy of its own object, or a record, is of one device")
+        run = cluster_of(config, workload, device, sink, simulation, progress)
     if writer is not None:
         writer.resolved(config, len(workload))
-    run = kind(config, workload, device, policy, splits, kv, sink, progress=progress, record=record)
     # Millions of small tuples and no reference cycles: the cyclic collector only costs time (a tenth of it).
     collecting = gc.isenabled()
     gc.disable()
@@ -104,3 +97,25 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     finally:
         if collecting:
             gc.enable()
+
+
+def simulation(config: RunConfig, workload: Workload, device: Device, sink: RowSink, *, policy: Policy | None = None,
+               progress: Callable[[int], None] | None = None, record: Recorder | None = None,
+               kinds: tuple[type[Simulation], type[PagedSimulation]] | None = None) -> Simulation:
+    """What drives one device under a resolved configuration; of ``kinds`` (a driver's own, or a
+    cluster's) the second for policies that name their blocks."""
+    kv_tokens = config.device.kv_tokens
+    assert kv_tokens is not None
+    if kv_tokens < KV_BLOCK_TOKENS:
+        raise ConfigError(f"device.kv_tokens = {kv_tokens}: must hold at least one block of {KV_BLOCK_TOKENS} tokens")
+    splits = SplitTable.every(device.num_sms, config.device.partition_step_sms)
+    if policy is None:
+        policy = build_policy(config, served_model(config.device), get_gpu(config.device.gpu), splits, device,
+                              prefix_cache=wants_prefix_cache(config, workload, device))
+    kind = (kinds or (Simulation, PagedSimulation))[getattr(policy, "paging", None) is not None]
+    kv = kv_cache_of(device.model, kv_tokens)
+    sharing = wants_prefix_cache(config, workload, device) and shares_prefixes(policy, config)
+    if sharing and not issubclass(kind, PagedSimulation):
+        check_prefixes(workload.shared_prefix or {}, workload.prompt_tokens, workload.name)
+        kv = SharingKvCache(kv.total_blocks, workload.shared_prefix)
+    return kind(config, workload, device, policy, splits, kv, sink, progress=progress, record=record)

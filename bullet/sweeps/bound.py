@@ -203,7 +203,7 @@ class Limit:
 
 def limit_of(config: RunConfig, workload: Workload, device: Device) -> Limit:
     """The bound of a comparison's requests, where it holds and costs milliseconds."""
-    why = _unknown(workload, device)
+    why = _unknown(workload, device) if config.layout is None else "it is one device's, and several stand behind a router"
     if why:
         return Limit(None, why)
     try:
@@ -247,6 +247,8 @@ def load_share(config: Config, workload: Workload, device: Device) -> float | No
     if rate is None:
         return None
     whole = configuration(config)
+    if whole.layout is not None:
+        return None
     every = -(-len(workload) // LOAD_REQUESTS)
     few = dataclasses.replace(workload, prompt_tokens=workload.prompt_tokens[::every],
                               output_tokens=workload.output_tokens[::every])
