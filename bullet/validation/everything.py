@@ -84,6 +84,7 @@ def _recorded(target: str, jitters: int) -> Callable[[Callable[[int], None], Pat
                 ("tables alone", v.summary["tables_alone"]["statistics"], "host time 0"),
                 ("in full", v.summary["statistics"], f"host time 0; one factor from the first {LEFT_OUT} requests' TPOT")):
             measured, simulated, error = (statistics[key] for key in ("measured_s", f"{one}_s", f"{one}_error"))
+            assumed = "; ".join([assumed, *v.recorded.assumed])
             rows += [Row(target, f"{comparison.label(name)}, {how}", measured[name], simulated[name], error[name], assumed)
                      for name in MEANS]
             rows += [Row(target, f"15 statistics, mean absolute, {how}", None, None, statistics[f"{one}_mean_absolute"], assumed),
@@ -104,7 +105,8 @@ def _serving(points: Sequence[serving_points.Point]) -> Callable[[Callable[[int]
             gpu, name, simulated, error = (f"serving, {point['gpu']}", point["point"], found["simulated_s"], found["error"])
             other = v["engines"][point["engine"]]["reported_only"]
             rows += [Row(gpu, f"{name} {metric}", measured_s, simulated[metric], error[metric],
-                         f"{assumed}; not judged: {other[metric]}" if metric in other else assumed, f"{point['engine']} {metric}")
+                         f"{assumed}; not judged: {other[metric]}" if metric in other else assumed,
+                         " ".join(filter(None, (point["engine"], point["group"], metric))))
                      for metric, measured_s in point["measured_s"].items()]
         return rows
 
@@ -186,14 +188,17 @@ def page(found: Found) -> str:
     """One HTML file that holds its pictures."""
     parts = []
     for name, rows in found.rows.items():
-        parts.append(f"<h2>{html.escape(name)}</h2><div class=table>{html_table(HEAD, [cells(row) for row in rows])}</div>")
+        parts.append(f"<h2>{html.escape(name)}</h2>")
         if name in found.pictures:
             data = base64.b64encode(found.pictures[name].read_bytes()).decode()
             parts.append(f'<img alt="{html.escape(name)}: measured and simulated" src="data:image/png;base64,{data}">')
+        parts.append(f"<div class=table>{html_table(HEAD, [cells(row) for row in rows])}</div>")
     parts += [f"<p>Skipped: {html.escape(name)}: {html.escape(why)}</p>" for name, why in found.skipped.items()]
     style = ("body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}.table{overflow-x:auto}"
              "table{border-collapse:collapse;font-size:13px}td,th{padding:.2em .6em;border-bottom:1px solid #ddd;text-align:left;"
-             "white-space:nowrap}img{max-width:100%}")
+             "white-space:nowrap}td:nth-child(n+3):nth-child(-n+5){text-align:right}td:last-child{white-space:normal}img{max-width:100%}"
+             "@media(max-width:600px){table{font-size:11px}td,th{white-space:normal;padding:.2em .3em}"
+             "td:last-child{white-space:nowrap}}")
     return ('<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>Simulated beside measured</title><style>{style}</style></head><body><h1>Simulated beside measured</h1>"
             f"<p>Measured by others; simulated here. What each line assumes stands beside "
