@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet.config import RunConfig, from_mapping, load_run_config, to_toml
-from bullet.devices.load import load_device
+from bullet.devices.load import load_device, served_model
 from bullet.errors import ConfigError
 from bullet.results.columns import RunOutcome
 from bullet.results.timeline import way_events
@@ -231,6 +232,21 @@ def test_a_request_is_one_row_of_the_timeline() -> None:
     assert ['"tid":0' in event for event in events] == [True] * 3
     assert [event.split('"name":"')[1].split('"')[0] for event in events] == [
         "prefill on device 0", f"{100 * BYTES_A_TOKEN} bytes to device 1", "decode on device 1"]
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "experiments" / "cluster").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configurations_serve_every_request(path: Path) -> None:
+    chosen = load_run_config(path, {"policy.name": "vllm-2048", "workload.num_requests": 10})
+    outcome = simulate(chosen)
+    figures = outcome.device["cluster"]
+    assert figures["gpus"] == figures["devices"] * chosen.device.tensor_parallel
+    assert set(outcome.requests["status"].tolist()) == {"finished"}
+    bytes_a_token = served_model(chosen.device).kv_bytes_per_token
+    moved = outcome.requests["prompt_tokens"][outcome.requests["output_tokens"] > 1].sum() if "p" in str(chosen.layout) else 0
+    assert figures.get("kv_bytes_moved", 0) == moved * bytes_a_token
 
 
 def test_thirty_that_prefill_for_six_stay_small() -> None:
