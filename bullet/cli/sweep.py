@@ -180,7 +180,7 @@ def _sensitivity(args: argparse.Namespace) -> int:
             together=together, out=folder, report=not args.no_report, cache=args.cache, jobs=args.jobs, ray=args.ray,
             progress=told.progress, say=told.say)
     print(found.text())
-    plot = "" if args.no_report else ", tornado.png"
+    plot = "" if args.no_report else ", tornado.png, sensitivity.html"
     print(f"\nwritten to {folder}/:\n  sensitivity.txt, sensitivity.csv, sensitivity.json, base.toml{plot}")
     return 0
 

@@ -68,6 +68,14 @@ def write_html(path: Path, title: str, summaries: Sequence[Mapping[str, Any]], p
     write_text(path, _PAGE.format(title=html.escape(title), headline=html.escape(headline(summaries[0])), body="".join(parts)))
 
 
+def write_text_page(path: Path, title: str, lead: str, text: str, caption: str, picture: Path, config_toml: str) -> None:
+    """One self-contained file: a picture, a text as it is printed, configuration."""
+    data, caption = base64.b64encode(picture.read_bytes()).decode(), html.escape(caption)
+    body = (f'<img alt="{caption}" src="data:image/png;base64,{data}"><pre>{html.escape(text)}</pre>'
+            f"<h2>Configuration</h2><pre>{html.escape(config_toml)}</pre>")
+    write_text(path, _PAGE.format(title=html.escape(title), headline=html.escape(lead), body=body))
+
+
 def drawn(draw: Callable[[], object]) -> bool:
     """Whether a picture or page could be made: it comes last, and costs files and table nothing; one line says why not."""
     try:

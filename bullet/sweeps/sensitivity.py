@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from bullet.config import Config, RunConfig, configuration, to_toml
+from bullet.config import Config, RunConfig, configuration, to_toml, trace_name
 from bullet.errors import BulletError, ConfigError, require
 from bullet.files import Claim, write_json, write_text
 from bullet.results import plots
-from bullet.results.page import drawn
+from bullet.results.page import drawn, write_text_page
 from bullet.results.tables import csv_text
 from bullet.signals import Say, silent
 from bullet.sweeps.axes import Cell, with_values
@@ -160,7 +160,8 @@ class Sensitivity:
                                   f"{self.source}; {self.base.workload.trace}; {self.seeds} seeds")
 
     def write(self, folder: Path, report: bool = True) -> None:
-        """``sensitivity.txt``, ``sensitivity.csv``, ``sensitivity.json``, ``base.toml`` and, with ``report``, ``tornado.png``."""
+        """``sensitivity.txt``, ``sensitivity.csv``, ``sensitivity.json``, ``base.toml`` and, with ``report``, ``tornado.png``
+        and ``sensitivity.html``."""
         rows = self.rows()
         write_text(folder / "sensitivity.txt", self.text() + "\n")
         write_text(folder / "sensitivity.csv", csv_text(list(rows[0]), [list(row.values()) for row in rows]))
@@ -170,7 +171,13 @@ class Sensitivity:
                           "winner_changes_at": list(s.crossing)} for s in self.swings], "places": rows})
         write_text(folder / "base.toml", to_toml(self.base))
         if report:
-            drawn(lambda: plots.save(self.tornado(), folder / "tornado.png"))
+            drawn(lambda: self._draw(folder))
+
+    def _draw(self, folder: Path) -> None:
+        plots.save(self.tornado(), folder / "tornado.png")
+        title = f"Does {self.winner} stay the winner on {trace_name(self.base.workload.trace)}?"
+        write_text_page(folder / "sensitivity.html", title, self.source, self.text(),
+                        "The winner's lead at both ends of each unknown", folder / "tornado.png", to_toml(self.base))
 
 
 def latin(points: int, unknowns: Sequence[Unknown], seed: int = 0) -> list[dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -178,6 +179,9 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     stored = json.loads((tmp_path / "a" / "sensitivity.json").read_text())
     assert stored["unknowns"][0]["key"] == "device.bandwidth_scale"
     assert (tmp_path / "a" / "tornado.png").stat().st_size > 5000
+    page = html.unescape((tmp_path / "a" / "sensitivity.html").read_text())
+    assert (tmp_path / "a" / "sensitivity.txt").read_text().rstrip("\n") in page
+    assert "data:image/png;base64," in page
     # From the cache, to the byte.
     assert main([*words, "--out", str(tmp_path / "b")]) == 0
     for name in ("sensitivity.txt", "sensitivity.csv", "sensitivity.json"):
