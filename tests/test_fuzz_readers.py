@@ -148,10 +148,10 @@ MUX = "model,batch_size,seq_len,mps_sm_percent,prefill_ms,decode_ms\n" + "".join
     f"llama-7b,{b},{n},{p},{b * n / p},{b + 100 / p}\n" for b in (32, 64) for n in (64, 128) for p in (*range(30, 100, 10), 100))
 POINTS = ("# here: a source, commit x, MIT\npoint,kind,engine,gpu,rate_req_per_s,requests,batch,prompt_tokens,output_tokens,"
           "metric,measured_s,source\na,static,vLLM,h100,,,8,512,128,batch,1.5,here\nb,sharegpt,vLLM,h100,4,500,,,,ttft_p50,0.05,here\n")
-BLIS = ("model,tp,stage_index,workload,nominal_stage_rates_req_s,ttft_mean_ms,e2e_mean_ms,exp,max_num_batched_tokens,"
+BLIS = ("model,tp,dp,stage_index,workload,nominal_stage_rates_req_s,ttft_mean_ms,e2e_mean_ms,exp,max_num_batched_tokens,"
         "gpu_mem_util\n"
-        "meta-llama/Llama-3.1-8B-Instruct,1,0,general,8;20,50.5,4000.1,x-1,2048,0.9\n"
-        "meta-llama/Llama-3.1-8B-Instruct,1,1,codegen,8;20,60.5,5000.1,x-2,2048,0.9\n")
+        "meta-llama/Llama-3.1-8B-Instruct,1,1,0,general,8;20,50.5,4000.1,x-1,2048,0.9\n"
+        "meta-llama/Llama-3.1-8B-Instruct,1,1,1,codegen,8;20,60.5,5000.1,x-2,2048,0.9\n")
 CONFIG = to_toml(RunConfig()) + '[policy.options]\ndecode_floor = 0.2\nnames = ["a", "b"]\n'
 AXES = 'seed = 1\n[workload]\ntrace = "azure-code"\n[axes]\n"policy.name" = ["bullet", "vllm-1024"]\n[[zip]]\nseed = [1, 2]\n'
 FIT = (PROFILES / "h100" / "llama-3.1-8b" / "fit.json").read_bytes()
