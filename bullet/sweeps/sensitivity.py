@@ -125,7 +125,7 @@ class Sensitivity:
                 f"{'less' if less_is_better(self.figure) else 'more'} is "
                 f"better; {self.seeds} seeds",
                 f"winner: {self.winner}, {self.means(self.at)}; its lead: {self.at.lead.text('+' + form)} over "
-                f"{self.at.rival}", "",
+                f"{self.at.rival}" + (": a tie, the first named is taken for the winner" if self.at.lead.mean == 0 else ""), "",
                 *lines, ""]
         said.append("alone, none of these changes the winner" if not changed else
                     "alone, the winner changes by " + ", ".join(swing.unknown.key for swing in changed))

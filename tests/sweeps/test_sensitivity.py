@@ -74,6 +74,14 @@ def test_of_times_less_is_better(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert found.swings[0].crossing == (pytest.approx(1 / 3, abs=1 / 32),)
 
 
+def test_a_tie_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for level, tied in ((1.0, True), (0.9, False)):
+        world(monkeypatch, lambda name, contention, host, seed, level=level: level if name == "vllm-1024" else 1.0)
+        found = sensitivity({}, ["bullet", "vllm-1024"], figure="att", unknowns=[HOST], seeds=1, together=0, cache=tmp_path)
+        assert found.winner == "bullet"
+        assert ("a tie, the first named is taken for the winner" in found.text()) == tied
+
+
 @pytest.mark.parametrize(
     ("figure", "less"),
     [
