@@ -210,7 +210,8 @@ class Cluster:
     def kv_bytes(self, tokens: int) -> int:
         """Of a request's tokens in the whole model: layers with a window keep no more than that."""
         outside = max(0, tokens - self.model.window_tokens) if self.window_bytes else 0
-        return self.model.kv_bytes_per_token * tokens - self.window_bytes * outside
+        whole: int = self.model.kv_bytes_per_token * tokens - self.window_bytes * outside
+        return whole
 
     def leaves(self, member: Any, request: Request, now_s: float) -> None:
         """A prompt is complete where it was computed."""
@@ -352,7 +353,7 @@ class Cluster:
                 held[name] = held.get(name, 0.0) + float(held_sm_s[batch["kind"] == name].sum())
         asked, hits = (sum(getattr(m.state.kv, name) for m in members) for name in ("asked_tokens", "hit_tokens"))
         starts = [len(m.itl_s) if m.itl_from is None else m.itl_from for m in members]
-        return dataclasses.replace(
+        outcome: RunOutcome = dataclasses.replace(
             alone, config=self.config, system=self.config.system, span_s=span_s, num_sms=whole.num_sms,
             itl_s=np.concatenate([np.asarray(m.itl_s)[at:] for m, at in zip(members, starts, strict=True)]),
             itl_counts=np.concatenate([np.asarray(m.itl_counts)[at:] for m, at in zip(members, starts, strict=True)]),
@@ -366,6 +367,7 @@ class Cluster:
                 "cluster": self._figures()},
             ways={"device": self.way_devices[:, 0], "decode_device": self.way_devices[:, 1], "reserved_s": self.way_s[:, 0],
                   "leaves_s": self.way_s[:, 1], "lands_s": self.way_s[:, 2], "bytes": self.way_bytes})
+        return outcome
 
     def _figures(self) -> dict[str, Any]:
         """What summary.json says of a cluster alone; seconds are means over the requests that moved."""
@@ -398,8 +400,8 @@ def cluster_of(config: RunConfig, workload: Workload, device: Device, sink: RowS
             chosen[kind] = own
 
     def make(number: int, kind: str) -> Any:
-        policy = dataclasses.replace(config.policy, name=chosen[kind],
-                                     **({"prefix_cache": "off"} if kind == "decode" else {}))
+        cache = "off" if kind == "decode" else config.policy.prefix_cache
+        policy = dataclasses.replace(config.policy, name=chosen[kind], prefix_cache=cache)
         kinds: Any = {"replica": (Member, PagedMember), "prefill": (PrefillMember, NoPaging),
                       "decode": (DecodeMember, NoPaging)}[kind]
         return build(dataclasses.replace(config, policy=policy), workload, device, sink, progress=progress, kinds=kinds)

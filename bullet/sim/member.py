@@ -10,7 +10,8 @@ from typing import Any
 
 from bullet.config import RunConfig
 from bullet.errors import ConfigError
-from bullet.results.bookkeeping import INFINITY, PACK_STEPS
+from bullet.results.bookkeeping import INFINITY
+from bullet.results.sink import PACK_STEPS
 from bullet.sim.driver import Simulation
 from bullet.sim.lane import Noise
 from bullet.sim.paged import PagedSimulation

@@ -88,7 +88,8 @@ def simulate(config: RunConfig, *, workload: Workload | None = None, writer: Any
     try:
         run.run()
         assert run.closed == len(run.arrivals), f"I1: {run.closed} of {len(run.arrivals)} requests closed"
-        return run.outcome()
+        outcome: RunOutcome = run.outcome()
+        return outcome
     except BaseException as exc:
         told = run.break_off(exc)
         if told is not exc:
