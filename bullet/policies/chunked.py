@@ -232,7 +232,9 @@ class Sglang:
         for request in state.chunked:
             lacking = request.known_tokens - request.computed_tokens
             room = int(free_tokens - aside)
-            new = min(lacking, budget, room if room > 0 else budget, int(free_tokens))
+            # What is left of its own last block is no free token; where blocks are shared it has had all of them at admission.
+            own = lacking if kv.sharing else -request.computed_tokens % page
+            new = min(lacking, budget, room if room > 0 else budget, int(free_tokens) + own)
             if new > 0:
                 chunks.append(Chunk(request.id, new, request.computed_tokens))
                 budget -= new

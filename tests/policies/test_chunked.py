@@ -1,7 +1,7 @@
 """SGLang over random worlds, and a hybrid batch's arithmetic. Single states are in test_rivals.py."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bullet.errors import ConfigError
@@ -14,6 +14,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 400), st.integers(1
 @settings(max_examples=150, deadline=None)
 @given(rows=ROWS, blocks=st.integers(2, 90), chunk=st.integers(1, 80), mixed=st.booleans(), assumed=st.sampled_from([4, 64, 512]),
        release=st.sampled_from(["0.4.6", "0.5"]))
+@example(rows=[(0, 194, 1)], blocks=13, chunk=1, mixed=False, assumed=4, release="0.5")  # its last block has room for the end
 def test_everybody_is_served_within_the_cache(rows: list[tuple[int, int, int]], blocks: int, chunk: int, mixed: bool,
                                               assumed: int, release: str) -> None:
     policy = build(f"sglang-{chunk}" + "-mixed" * mixed, assumed_new_tokens=assumed, release=release)
